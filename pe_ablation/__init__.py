@@ -1,0 +1,1 @@
+"""Positional-encoding ablations of one GPT-2 decoder in JAX."""
