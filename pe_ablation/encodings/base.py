@@ -1,0 +1,152 @@
+"""The one interface: an encoding is a set of hooks, and here every hook is the identity (NoPE).
+
+Letters in shapes: B batch, T queries, S keys, H heads, D head dim, M model dim. Positions are int32; a negative one is
+an empty slot. Hooks are pure and finite for every pair of positions, future and empty ones included. They know neither
+the sequence length, nor a cache, nor whether the model trains or decodes.
+"""
+
+import enum
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+INIT_STDDEV = 0.02  # GPT-2's, for every learned table and projection
+
+
+class Scores(enum.Enum):
+    """What `Encoding.logits` may do, which decides the attention kernels that can serve it."""
+
+    NONE = "leaves the logits alone"
+    BIAS = "adds a function of the two positions"
+    CONTENT = "reads the projected vectors or the state"
+    ROW = "orders all keys of a query"
+
+
+class Tokens(NamedTuple):
+    """One side of attention.
+
+    vec [B,T,H,D] as projected, pos int32 [B or 1,T], state float32 [B,T,H,F] or None, segment int32 [B,T] or None.
+    """
+
+    vec: jax.Array
+    pos: jax.Array
+    state: jax.Array | None = None
+    segment: jax.Array | None = None
+
+
+class Sizes(NamedTuple):
+    """What every encoding may size itself by; `train_length` in tokens."""
+
+    num_heads: int
+    head_dim: int
+    model_dim: int
+    train_length: int
+
+
+class About(NamedTuple):
+    """The card of an encoding: `parameters` is an expression in H, D, M, L (training length) and the options."""
+
+    formula: str
+    source: str
+    parameters: str
+    beyond: str
+
+
+class Encoding(nnx.Module):
+    """No positional encoding: the causal mask is the only order information.
+
+    Subclasses override what they need. Options are the keyword-only parameters of `__init__`, annotated, with defaults.
+    Source: Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466.
+    """
+
+    about: ClassVar[About] = About(
+        formula="l_ij = q_i . k_j / sqrt(D)",
+        source="Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466",
+        parameters="0",
+        beyond="defined everywhere; holds for a little past the training length, then drifts",
+    )
+    scores: Scores = Scores.NONE
+    shift_invariant: bool = True
+    max_position: int | None = None
+    per_layer: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        del sizes, rngs
+
+    def embed(self, x: jax.Array, pos: jax.Array) -> jax.Array:
+        """x [B,T,M], pos [B or 1,T] -> [B,T,M]; once, at the input. Empty slots get nothing added."""
+        del pos
+        return x
+
+    def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
+        """q [B,T,H,D], pos [B or 1,T] -> [B,T,H,D'], D' that of `key`."""
+        del pos
+        return q
+
+    def key(self, k: jax.Array, pos: jax.Array) -> jax.Array:
+        """k [B,S,H,D], pos [B or 1,S] -> [B,S,H,D']."""
+        del pos
+        return k
+
+    def state(self, x: jax.Array, pos: jax.Array, last: jax.Array | None) -> tuple[jax.Array, jax.Array] | None:
+        """What later tokens need of x [B,T,M] beside keys and values: float32 [B,T,H,F] and the carry [B,H,F].
+
+        x is the block's normalised input, tokens in time order; `last` is the carry of what came before, if anything.
+        """
+        del x, pos, last
+        return None
+
+    def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
+        """Scaled float32 scores a [B,H,T,S] -> [B,H,T,S]; called on tiles, with vec as projected."""
+        del q, k
+        return a
+
+    def values(self, w: jax.Array, q: Tokens, k: Tokens) -> jax.Array | None:
+        """Unnormalised weights w [B,H,T,S] -> [B,T,H,D] to add to the weighted values, linear in w; None: nothing."""
+        del w, q, k
+        return None
+
+
+def distance(q: Tokens, k: Tokens) -> jax.Array:
+    """int32 [B or 1,T,S]: query position minus key position, future keys clamped to 0."""
+    return jnp.maximum(q.pos[:, :, None] - k.pos[:, None, :], 0)
+
+
+def normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+    """A float32 parameter drawn from N(0, 0.02)."""
+    return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def angles(pos: jax.Array, frequencies: np.ndarray) -> jax.Array:
+    """float32 [..., F] radians: pos int32 [...] times float32 frequencies [F]."""
+    return pos.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
+
+
+def geometric(count: int, base: float) -> np.ndarray:
+    """float64 [count]: base^(-k/count), k = 0..count-1 (Vaswani et al. 2017; Su et al. 2021)."""
+    return base ** (-np.arange(count) / count)
+
+
+@jax.custom_vjp
+def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of a small table per head: table [K,H], index int32 [B,T,S] in 0..K-1 -> [B,H,T,S].
+
+    A gather forwards; backwards a product with one-hot rows, since a scatter-add of T*S rows is serial.
+    """
+    return jnp.moveaxis(table.T[:, index], 0, 1)
+
+
+def _lookup_forward(table, index):
+    return lookup(table, index), (index, table.shape[0])
+
+
+def _lookup_backward(residuals, gradient):
+    index, rows = residuals
+    one_hot = jax.nn.one_hot(index, rows, dtype=gradient.dtype)
+    return jnp.einsum("bhts,btsk->kh", gradient, one_hot), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)

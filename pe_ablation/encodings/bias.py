@@ -1,0 +1,94 @@
+"""Encodings that add a function of the two positions to the logits."""
+
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, distance, lookup, normal
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """float64 [H]: 2^(-8h/H), h = 1..H, where H is a power of two.
+
+    Else the slopes of the power of two below, then the 1st, 3rd, 5th, ... of twice that power: the recipe of the
+    paper's code. Source: Press et al. 2022, arXiv:2108.12409.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-4.0 * np.arange(1, 2 * power + 1, 2) / power)
+    return np.concatenate([slopes, between[: num_heads - power]])
+
+
+class ALiBi(Encoding):
+    """l_ij - m_h (i - j), fixed slopes m_h, the same in every layer; not divided by sqrt(D).
+
+    Source: Press et al. 2022, arXiv:2108.12409.
+    """
+
+    about: ClassVar[About] = About(
+        formula="l_ij = q_i . k_j / sqrt(D) - m_h (i - j)",
+        source="Press et al. 2022, arXiv:2108.12409",
+        parameters="0",
+        beyond="defined everywhere; stays flat, since far keys fade out: a soft window",
+    )
+    scores = Scores.BIAS
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        del rngs
+        self.slopes = tuple(alibi_slopes(sizes.num_heads).tolist())
+
+    def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
+        slopes = jnp.asarray(self.slopes, jnp.float32)[:, None, None]
+        return a - slopes * distance(q, k)[:, None].astype(jnp.float32)
+
+
+def t5_bucket_starts(num_buckets: int, max_distance: int) -> np.ndarray:
+    """int [num_buckets]: the first distance of each causal bucket.
+
+    The first half of the buckets hold one distance each; bucket h + n of the second half starts where
+    floor(ln(d/h) / ln(max_distance/h) * h) reaches n, h = num_buckets // 2.
+    Source: Raffel et al. 2020, arXiv:1910.10683.
+    """
+    exact = num_buckets // 2
+    far = np.arange(exact, max_distance + 1)
+    bucket = exact + np.floor(np.log(far / exact) / math.log(max_distance / exact) * (num_buckets - exact) + 1e-9)
+    bucket = np.minimum(bucket, num_buckets - 1)
+    return np.concatenate([np.arange(exact), exact + np.searchsorted(bucket, np.arange(exact, num_buckets))])
+
+
+class T5(Encoding):
+    """l_ij + E[bucket(i - j), h]: one learned scalar per bucket of distances and head; all buckets look back.
+
+    Logits keep their 1/sqrt(D), as in GPT-2 (T5 itself has none). One table is shared by all layers.
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+    """
+
+    about: ClassVar[About] = About(
+        formula="l_ij = q_i . k_j / sqrt(D) + E[bucket(i - j), h]",
+        source="Raffel et al. 2020, arXiv:1910.10683",
+        parameters="num_buckets * H",
+        beyond="defined everywhere: the last bucket serves all far distances; degrades slowly if it was trained",
+    )
+    scores = Scores.BIAS
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs, *, num_buckets: int = 32, max_distance: int = 128):
+        if num_buckets < 2 or num_buckets % 2:
+            raise ValueError(f"encoding.options.num_buckets: {num_buckets} must be even and at least 2")
+        if max_distance <= num_buckets // 2:
+            raise ValueError(
+                f"encoding.options.max_distance: {max_distance} must exceed half the buckets ({num_buckets // 2})"
+            )
+        self.starts = tuple(t5_bucket_starts(num_buckets, max_distance).tolist())
+        self.table = normal(rngs, num_buckets, sizes.num_heads)
+
+    def bucket(self, distances: jax.Array) -> jax.Array:
+        """int32 bucket of each int32 distance >= 0."""
+        nearest = np.searchsorted(self.starts, np.arange(self.starts[-1] + 1), side="right") - 1
+        return jnp.asarray(nearest, jnp.int32)[jnp.minimum(distances, self.starts[-1])]
+
+    def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
+        return a + lookup(self.table[...], self.bucket(distance(q, k)))

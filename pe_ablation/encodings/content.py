@@ -1,0 +1,68 @@
+"""Encodings whose score depends on the query's content as well as on the distance."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, angles, distance, geometric, normal
+
+
+class TransformerXL(Encoding):
+    """l_ij = [(q_i + u) . k_j + (q_i + v) . (W_R R_{i-j})] / sqrt(D), R_d = [sin(d theta), cos(d theta)].
+
+    u, v [H,D] are shared by all layers, W_R [M,H,D] is one per layer, as in the paper's code. `clamp` limits the
+    distance. Without it the second product is split by the angle sum into a query and a key that are M wider, so it
+    needs no array of distances. Needs an even model dim.
+    Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
+    """
+
+    about: ClassVar[About] = About(
+        formula="l_ij = [(q_i + u) . k_j + (q_i + v) . (W_R R_(i-j))] / sqrt(D)",
+        source="Dai et al. 2019, arXiv:1901.02860",
+        parameters="2 * H * D (shared) + M * H * D per layer",
+        beyond="defined everywhere; degrades past the training length, less with a clamped distance",
+    )
+    per_layer: ClassVar[tuple[str, ...]] = ("projection",)
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs, *, clamp: int | None = None):
+        if sizes.model_dim % 2:
+            raise ValueError(f"model_dim: {sizes.model_dim} is odd; a sinusoid needs an even number of channels")
+        if clamp is not None and clamp < 1:
+            raise ValueError(f"encoding.options.clamp: {clamp} is not a distance; at least 1")
+        self.clamp = clamp
+        self.scores = Scores.NONE if clamp is None else Scores.CONTENT
+        self.u = normal(rngs, sizes.num_heads, sizes.head_dim)
+        self.v = normal(rngs, sizes.num_heads, sizes.head_dim)
+        self.projection = normal(rngs, sizes.model_dim, sizes.num_heads, sizes.head_dim)
+
+    def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
+        content = q + self.u[...].astype(q.dtype)
+        if self.clamp is not None:
+            return content
+        cos, sin = self._phases(pos)
+        weight = jnp.einsum("bthd,mhd->bthm", q.astype(jnp.float32) + self.v[...], self.projection[...])
+        of_sin, of_cos = jnp.split(weight, 2, axis=-1)
+        position = jnp.concatenate([of_sin * sin + of_cos * cos, of_cos * sin - of_sin * cos], axis=-1)
+        return jnp.concatenate([content, position.astype(q.dtype)], axis=-1)
+
+    def key(self, k: jax.Array, pos: jax.Array) -> jax.Array:
+        if self.clamp is not None:
+            return k
+        phases = jnp.concatenate(self._phases(pos), axis=-1).astype(k.dtype)
+        return jnp.concatenate([k, jnp.broadcast_to(phases, (*k.shape[:-1], phases.shape[-1]))], axis=-1)
+
+    def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
+        if self.clamp is None:
+            return a
+        cos, sin = self._phases(jnp.arange(self.clamp + 1)[None])
+        table = jnp.einsum("cm,mhd->chd", jnp.concatenate([sin, cos], -1)[0, :, 0], self.projection[...])
+        by_distance = jnp.einsum("bthd,chd->bhtc", q.vec.astype(jnp.float32) + self.v[...], table)
+        index = jnp.minimum(distance(q, k), self.clamp)[:, None]
+        return a + jnp.take_along_axis(by_distance, index, axis=-1) * q.vec.shape[-1] ** -0.5
+
+    def _phases(self, pos: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """cos and sin of the position's angles, float32 [B or 1,T,1,M/2] each."""
+        angle = angles(pos, geometric(self.projection.shape[0] // 2, 10_000.0))[:, :, None, :]
+        return jnp.cos(angle), jnp.sin(angle)

@@ -1,0 +1,356 @@
+"""One GPT-2 decoder for every encoding: embed, a scan over stacked blocks, logits.
+
+Letters in shapes: B batch, T tokens, H heads, D head dim, M model dim, V vocabulary, N layers, P pattern length.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from pe_ablation import encodings
+from pe_ablation.attention import IMPLEMENTATIONS, Dropout, Mask, attend
+from pe_ablation.encodings import Encoding, Tokens
+from pe_ablation.encodings.base import INIT_STDDEV
+
+EPSILON = 1e-5
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class Slot(NamedTuple):
+    """One layer of the pattern: an encoding, its options as sorted pairs, and an attention window in tokens."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    window: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The decoder's shape. Raises ValueError, naming the field, for what cannot be built.
+
+    `pattern`: a tuple of (encoding, window) that repeats over the layers, an encoding being a name or {name, options};
+    None is every layer the same. Equal encodings of a pattern are one encoding. `sharing`: which of an encoding's
+    parameters the layers share: all, none, or as in its paper. `embed_scale` multiplies token embeddings at the input.
+    """
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    model_dim: int
+    train_length: int
+    encoding: str
+    mlp_dim: int | None = None
+    encoding_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pattern: tuple | None = None
+    sharing: str = "paper"
+    embed_scale: float = 1.0
+    dropout_embed: float = 0.0
+    dropout_attention: float = 0.0
+    dropout_residual: float = 0.0
+    dtype: str = "float32"
+    remat: bool = False
+    implementation: str = "auto"
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "mlp_dim")
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is too small; at least 1")
+        if self.model_dim % self.num_heads:
+            raise ValueError(f"model_dim: {self.model_dim} is not divisible by num_heads = {self.num_heads}")
+        if self.num_layers % len(self.slots):
+            raise ValueError(f"pattern: length {len(self.slots)} does not divide num_layers = {self.num_layers}")
+        for name in ("dropout_embed", "dropout_attention", "dropout_residual"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in [0, 1)")
+        allowed = {"sharing": ("all", "none", "paper"), "dtype": tuple(DTYPES), "implementation": IMPLEMENTATIONS}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: {', '.join(values)}")
+        for slot in self.distinct:
+            _check_encoding(self, slot)
+
+    def __hash__(self) -> int:
+        values = (getattr(self, field.name) for field in dataclasses.fields(self) if "options" not in field.name)
+        return hash((self.slots, *(value for value in values if not isinstance(value, tuple | Mapping))))
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """The MLP's width: `mlp_dim`, or 4 M."""
+        return 4 * self.model_dim if self.mlp_dim is None else self.mlp_dim
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The pattern, P entries."""
+        own = Slot(self.encoding, _pairs(self.encoding_options), None)
+        if self.pattern is None:
+            return (own,)
+        if not self.pattern:
+            raise ValueError("pattern: empty; None is every layer the same")
+        return tuple(_slot(entry, own, index) for index, entry in enumerate(self.pattern))
+
+    @property
+    def distinct(self) -> tuple[Slot, ...]:
+        """The different encodings of the pattern, windows aside, in order of appearance."""
+        return tuple(dict.fromkeys(slot._replace(window=None) for slot in self.slots))
+
+    @property
+    def uses(self) -> tuple[tuple[int, int], ...]:
+        """For each slot, which of `distinct` it takes and how many slots before it take the same."""
+        which = [self.distinct.index(slot._replace(window=None)) for slot in self.slots]
+        return tuple((each, which[:number].count(each)) for number, each in enumerate(which))
+
+    def build_encoding(self, slot: Slot, rngs: nnx.Rngs) -> Encoding:
+        return encodings.make(
+            slot.name,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim,
+            train_length=self.train_length,
+            rngs=rngs,
+            **dict(slot.options),
+        )
+
+
+def _pairs(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(options.items()))
+
+
+def _slot(entry: Any, own: Slot, index: int) -> Slot:
+    if not (isinstance(entry, tuple | list) and len(entry) == 2):
+        raise ValueError(f"pattern[{index}]: expected (encoding, window), got {entry!r}")
+    encoding, window = entry
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"pattern[{index}]: window {window!r} is not a number of tokens; at least 1, or None")
+    if isinstance(encoding, Mapping):
+        return Slot(encoding["name"], _pairs(encoding.get("options", {})), window)
+    return Slot(encoding, own.options if encoding == own.name else (), window)
+
+
+def _check_encoding(config: GPTConfig, slot: Slot) -> None:
+    """Sizes and options fit the class; an encoding that acts on the input serves every layer or none."""
+    abstract = nnx.eval_shape(lambda: config.build_encoding(slot, nnx.Rngs(0)))
+    if type(abstract).embed is Encoding.embed:
+        return
+    if len(config.distinct) > 1:
+        raise ValueError(f"pattern: {slot.name} acts once, at the input; it cannot be one of several encodings")
+    if config.sharing == "none" and jax.tree.leaves(nnx.state(abstract, nnx.Param)):
+        raise ValueError(f"sharing: 'none' is not allowed for {slot.name}, whose parameters act once, at the input")
+
+
+def keyed(key: jax.Array, path: str) -> jax.Array:
+    """The key of one named part: what two models share under one name starts equal, whatever else they have."""
+    return jax.random.fold_in(key, zlib.crc32(path.encode()))
+
+
+def _linear(key: jax.Array, path: str, inputs: int, outputs: int, stddev: float, dtype: Any) -> nnx.Linear:
+    return nnx.Linear(
+        inputs,
+        outputs,
+        kernel_init=nnx.initializers.normal(stddev),
+        dtype=dtype,
+        param_dtype=jnp.float32,
+        rngs=nnx.Rngs(params=keyed(key, path)),
+    )
+
+
+def _layer_norm(features: int, dtype: Any) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        features, epsilon=EPSILON, dtype=dtype, param_dtype=jnp.float32, use_fast_variance=False, rngs=nnx.Rngs(0)
+    )
+
+
+def _drop(x: jax.Array, rate: float, key: jax.Array | None, path: str) -> jax.Array:
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(keyed(key, path), 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+class Block(nnx.Module):
+    """A pre-LN GPT-2 block: x + attention(LN(x)), then x + MLP(LN(x)), with biases and tanh GELU.
+
+    Residual projections start at 0.02 / sqrt(2N), everything else at 0.02 (Radford et al. 2019).
+    """
+
+    def __init__(self, config: GPTConfig, key: jax.Array):
+        self.config = config
+        dim, dtype = config.model_dim, DTYPES[config.dtype]
+        residual = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+        self.attention_norm = _layer_norm(dim, dtype)
+        self.qkv = _linear(key, "qkv", dim, 3 * dim, INIT_STDDEV, dtype)
+        self.attention_out = _linear(key, "attention_out", dim, dim, residual, dtype)
+        self.mlp_norm = _layer_norm(dim, dtype)
+        self.mlp_in = _linear(key, "mlp_in", dim, config.hidden_dim, INIT_STDDEV, dtype)
+        self.mlp_out = _linear(key, "mlp_out", config.hidden_dim, dim, residual, dtype)
+
+    def __call__(
+        self, x: jax.Array, pos: jax.Array, encoding: Encoding, mask: Mask, dropout_key: jax.Array | None
+    ) -> jax.Array:
+        """x [B,T,M], pos int32 [B or 1,T] -> [B,T,M]."""
+        rate = self.config.dropout_residual
+        x = x + _drop(self._attention(x, pos, encoding, mask, dropout_key), rate, dropout_key, "attention_residual")
+        return x + _drop(self._mlp(x), rate, dropout_key, "mlp_residual")
+
+    def _attention(self, x, pos, encoding, mask, dropout_key):
+        batch, length, dim = x.shape
+        normed = self.attention_norm(x)
+        heads = (batch, length, self.config.num_heads, self.config.head_dim)
+        q, k, v = (part.reshape(heads) for part in jnp.split(self.qkv(normed.reshape(-1, dim)), 3, axis=-1))
+        found = encoding.state(normed, pos, None)
+        state = None if found is None else found[0]
+        rate = self.config.dropout_attention
+        dropout = None if dropout_key is None or rate == 0.0 else Dropout(rate, keyed(dropout_key, "attention"))
+        out = attend(
+            encoding,
+            Tokens(q, pos, state),
+            Tokens(k, pos, state),
+            v,
+            mask=mask,
+            dropout=dropout,
+            implementation=self.config.implementation,
+        )
+        return self.attention_out(out.reshape(-1, dim)).reshape(x.shape)
+
+    def _mlp(self, x):
+        hidden = self.mlp_in(self.mlp_norm(x).reshape(-1, x.shape[-1]))
+        return self.mlp_out(jax.nn.gelu(hidden, approximate=True)).reshape(x.shape)
+
+
+class GPT(nnx.Module):
+    """Token ids to next-token logits. Parameters are float32; blocks are stacked [N/P, ...], one stack a pattern slot.
+
+    `encodings` holds one encoding for each distinct entry of the pattern: what its layers share as it is, what is one
+    per layer stacked [layers that use it, ...].
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        key = rngs.params()
+        groups = config.num_layers // len(config.slots)
+        self.embedding = nnx.Param(
+            INIT_STDDEV * jax.random.normal(keyed(key, "embedding"), (config.vocab_size, config.model_dim), jnp.float32)
+        )
+        layer_keys = [keyed(key, f"block_{layer}") for layer in range(config.num_layers)]
+        self.blocks = nnx.List(
+            [
+                _stacked(lambda each: Block(config, each), layer_keys[slot :: len(config.slots)])
+                for slot in range(len(config.slots))
+            ]
+        )
+        self.encodings = nnx.List([_layered(config, each, keyed(key, each.name), groups) for each in config.distinct])
+        self.norm = _layer_norm(config.model_dim, DTYPES[config.dtype])
+
+    @property
+    def max_position(self) -> int | None:
+        """How many positions the model has; None: any number."""
+        limits = [each.max_position for each in self.encodings]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        *,
+        mask: Mask | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens int32 [B,T], positions int32 [T] or [B or 1,T] (default 0..T-1) -> logits float32 [B,T,V].
+
+        Without `dropout_key` nothing is dropped. Outside a trace, ids past the vocabulary and positions past the
+        encoding's table raise ValueError; inside one they give NaN.
+        """
+        config = self.config
+        mask = Mask() if mask is None else mask
+        pos = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
+        pos = pos[None] if pos.ndim == 1 else pos
+        refuse_tokens(tokens, config.vocab_size)
+        refuse_positions(pos, self.max_position)
+        rows = jnp.where(tokens < 0, config.vocab_size, tokens)  # a negative index would count from the end
+        x = jnp.take(self.embedding[...], rows, axis=0, mode="fill", fill_value=jnp.nan) * config.embed_scale
+        x = jnp.where((pos >= 0)[..., None], x, 0.0).astype(DTYPES[config.dtype])
+        x = self.encodings[0].embed(x, pos)
+        x = _drop(x, config.dropout_embed, dropout_key, "embed")
+        x = self.norm(self._layers(x, pos, mask, dropout_key))
+        table = self.embedding[...].astype(x.dtype)
+        return jnp.einsum("btm,vm->btv", x, table, preferred_element_type=jnp.float32)
+
+    def _layers(self, x, pos, mask, dropout_key):
+        config = self.config
+        groups = config.num_layers // len(config.slots)
+        block_defs, block_states = zip(*(nnx.split(block) for block in self.blocks), strict=True)
+        parts = [_per_layer(config, *each) for each in zip(config.distinct, self.encodings, strict=True)]
+        stacks = [jax.tree.map(lambda p: p.reshape(groups, -1, *p.shape[1:]), own) for _, own, _ in parts]
+
+        def group(x, scanned):
+            index, blocks, own = scanned
+            for number, (which, copy) in enumerate(config.uses):
+                graph, _, shared = parts[which]
+                encoding = nnx.merge(graph, jax.tree.map(lambda p, copy=copy: p[copy], own[which]), shared)
+                layer = index * len(config.slots) + number
+                key = None if dropout_key is None else jax.random.fold_in(dropout_key, layer)
+                block = nnx.merge(block_defs[number], blocks[number])
+                x = block(x, pos, encoding, mask.narrowed(config.slots[number].window), key)
+            return x, None
+
+        body = jax.checkpoint(group) if config.remat else group
+        return jax.lax.scan(body, x, (jnp.arange(groups), block_states, stacks))[0]
+
+
+def _stacked(build: Callable[[jax.Array], nnx.Module], keys: list[jax.Array]) -> Any:
+    """One module whose parameters are those of `build(key)` for each key, stacked on a leading axis."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: build(keys[0])))
+    return nnx.merge(graph, jax.vmap(lambda key: nnx.state(build(key)))(jnp.stack(keys)))
+
+
+def _layered(config: GPTConfig, slot: Slot, key: jax.Array, groups: int) -> Encoding:
+    """An encoding with the parameters that are one per layer stacked on a leading axis."""
+    layers = groups * [which for which, _ in config.uses].count(config.distinct.index(slot))
+    keys = [keyed(key, f"layer_{layer}") for layer in range(layers)]
+    stacked = _stacked(lambda each: config.build_encoding(slot, nnx.Rngs(params=each)), keys)
+    graph, own, shared = _per_layer(config, slot, stacked)
+    return nnx.merge(graph, own, jax.tree.map(lambda p: p[0], shared))
+
+
+def _per_layer(config: GPTConfig, slot: Slot, encoding: Encoding):
+    """(graph, state that is one per layer, state that the layers share) under `config.sharing`."""
+    names = {"all": (), "none": None, "paper": encodings.find(slot.name).per_layer}[config.sharing]
+    return nnx.split(encoding, lambda path, _: names is None or path[0] in names, ...)
+
+
+def refuse_tokens(tokens: Any, vocab_size: int) -> None:
+    """ValueError for a concrete id outside 0..V-1; traced ids pass."""
+    if isinstance(tokens, Tracer) or not np.size(tokens):
+        return
+    ids = np.asarray(tokens)  # numpy's own: a reduction of a jax array would be traced where the rest of a call is
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocab_size - 1}")
+
+
+def refuse_positions(positions: Any, max_position: int | None) -> None:
+    """ValueError for a concrete position past the encoding's last; traced positions pass."""
+    if max_position is None or isinstance(positions, Tracer) or not np.size(positions):
+        return
+    last = int(np.asarray(positions).max())
+    if last >= max_position:
+        raise ValueError(f"position {last} is past the encoding's {max_position} positions (0..{max_position - 1})")
+
+
+def count_parameters(config: GPTConfig) -> int:
+    """How many parameters the decoder has, without building it."""
+    abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
