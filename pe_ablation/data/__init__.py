@@ -1,0 +1,13 @@
+"""Corpora to batches: documents -> tokenizer -> one cached token file per split -> shuffled blocks -> windows.
+
+`load` gives a split as a `TokenFile`, `tokenizer` the ids that it is written in, `Batches` the endless, resumable
+stream of training windows. Text is read in binary and no byte is changed: line ends, byte order marks and invalid UTF-8
+stay as they are.
+"""
+
+from pe_ablation.data.batches import Batches
+from pe_ablation.data.corpus import load, tokenizer
+from pe_ablation.data.tokenizers import Tokenizer
+from pe_ablation.data.tokens import TokenFile
+
+__all__ = ["Batches", "TokenFile", "Tokenizer", "load", "tokenizer"]
