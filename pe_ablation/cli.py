@@ -1,0 +1,193 @@
+"""The command line: parses, calls, prints. Heavy imports happen inside commands: help and typing errors are quick."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FIELD = "--config."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 fine, 1 something is not done, 2 refused (one line on stderr), 130 interrupted."""
+    parser = _parser()
+    rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), parser)
+    args = parser.parse_args(rest)
+    if fields and getattr(args, "config", None) is None:
+        parser.error(f"{FIELD}FIELD=VALUE goes with --config")
+    args.fields = fields
+    try:
+        return args.command(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, FileNotFoundError) as error:
+        if not _is_refusal(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether this package raised it to refuse something; from inside a library it is a fault, to be shown whole."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return isinstance(error, FileNotFoundError) or raised_in.is_relative_to(Path(__file__).parent)
+
+
+def _split_fields(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
+    """Take `--config.a.b=v` and `--config.a.b v` out of the arguments: (what is left, {"a.b": "v"})."""
+    rest, fields = [], {}
+    remaining = iter(argv)
+    for argument in remaining:
+        if not argument.startswith(FIELD):
+            rest.append(argument)
+            continue
+        name, equals, value = argument.removeprefix(FIELD).partition("=")
+        text = value if equals else next(remaining, None)
+        if text is None:
+            parser.error(f"{argument}: needs a value")
+        if name in fields:
+            parser.error(f"{FIELD}{name}: given twice")
+        fields[name] = text
+    return rest, fields
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("pe-ablation", description="Positional-encoding ablations.", allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    launch = _command(commands, "launch", _launch, "train and score every point of a sweep")
+    _add_config(launch, launch)
+    launch.add_argument("--sweep", metavar="NAME", help="a sweep of the config file (default: its plain one)")
+
+    run = _command(commands, "run", _run, "train and score the config alone, without a sweep")
+    what = run.add_mutually_exclusive_group(required=True)
+    _add_config(run, what)
+    what.add_argument("--point", nargs="+", metavar="DIR", help=argparse.SUPPRESS)
+
+    status = _command(commands, "status", _status, "list the runs that are done, running, failed (why) and missing")
+    status.add_argument("workdir", metavar="WORKDIR")
+
+    evaluate = _command(commands, "evaluate", _evaluate, "score finished runs elsewhere; nothing is trained")
+    evaluate.add_argument("runs", metavar="RUNS")
+    for name, help_text in (("lengths", "64,128"), ("protocols", "targets,blocks"), ("split", "validation or test")):
+        evaluate.add_argument(f"--{name}", help=f"{help_text} (default: the run's own)")
+
+    report = _command(commands, "report", _report, "tables and curves from run records")
+    report.add_argument("runs", metavar="RUNS")
+    report.add_argument("--out", metavar="DIR", help="where to write (default: RUNS/report)")
+
+    _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
+    return parser
+
+
+def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], int], help_text: str):
+    parser = commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, source: Any) -> None:
+    source.add_argument("--config", metavar="FILE[:ARG]", required=source is parser, help="config file, its argument")
+    parser.add_argument("--workdir", metavar="DIR", help="where runs are kept (default: runs/<file>-<argument>)")
+    parser.add_argument("--dry_run", action="store_true", help="print what would run, write nothing")
+    parser.epilog = f"{FIELD}FIELD=VALUE overrides a field, as in {FIELD}train.steps=100"
+
+
+def _overrides(fields: Mapping[str, str]) -> dict[str, Any]:
+    from pe_ablation import config
+
+    return {path: config.from_flag(text) for path, text in fields.items()}
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from pe_ablation import launch, sweep
+
+    _leave_accelerators()
+    file = sweep.load(args.config)
+    points = sweep.points(file, args.sweep or sweep.default_sweep(file), _overrides(args.fields))
+    if args.dry_run:
+        return _print(launch.dry_run(points))
+    workdir = Path(args.workdir or f"runs/{file.name}")
+    code = launch.launch(points, workdir, file.spec)
+    print()
+    _print(launch.status(workdir))
+    print(f"\npe-ablation report {workdir}")
+    return code
+
+
+def _leave_accelerators() -> None:
+    """A launcher only plans: accelerators, and their memory, belong to the processes that it starts."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from pe_ablation import launch, sweep
+
+    if args.point:
+        return launch.child(args.point)
+    file = sweep.load(args.config)
+    points = sweep.points(file, None, _overrides(args.fields))
+    if args.dry_run:
+        return _print(launch.dry_run(points))
+    workdir = Path(args.workdir or f"runs/{file.name}")
+    [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
+    code = launch.run_point([run.path for run in plan.open_runs])
+    return _print(launch.status(workdir / plan.point.directory_name)) or code
+
+
+def _status(args: argparse.Namespace) -> int:
+    from pe_ablation import launch
+
+    return _print(launch.status(args.workdir))
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from pe_ablation import config, evaluate, record
+
+    chosen = {name: getattr(args, name) for name in ("lengths", "protocols", "split")}
+    overrides = _overrides({f"eval.{name}": text for name, text in chosen.items() if text is not None})
+    left_out = 0
+    for run in record.find(args.runs):
+        if run.result() is None:
+            print(f"{run.path}: not trained, left out", file=sys.stderr)
+            left_out += 1
+            continue
+        asked = config.read(config.to_dict(run.experiment), overrides)
+        evaluate.check(asked)
+        settings = asked.eval
+        frame = evaluate.curve(
+            run.path, settings.lengths, split=settings.split, protocols=settings.protocols, nulls=settings.nulls
+        )
+        columns = ["encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status"]
+        print(frame[columns].to_string(index=False))
+    return 1 if left_out else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from pe_ablation import report
+
+    print(report.write(args.runs, args.out or Path(args.runs) / "report"))
+    return 0
+
+
+def _encodings(args: argparse.Namespace) -> int:
+    from pe_ablation import encodings
+
+    for name in encodings.names():
+        about = encodings.find(name).about
+        options = ", ".join(encodings.option_types(name)) or "none"
+        described = (("formula", about.formula), ("source", about.source), ("parameters", about.parameters))
+        lines = (*described, ("options", options), ("beyond", about.beyond))
+        print("\n".join([name, *(f"  {title:<11} {text}" for title, text in lines)]))
+    return 0
+
+
+def _print(lines: Any) -> int:
+    for line in lines:
+        print(line)
+    return 0

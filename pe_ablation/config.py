@@ -1,0 +1,428 @@
+"""What one run is: frozen dataclasses, read strictly from a config file's ConfigDict.
+
+A config file's `get_config(arg)` returns a ConfigDict; overrides (command line, sweep) are laid over it by dotted path;
+`read` turns the result into an `Experiment` or raises `ConfigError` with the field's path, what was given and what is
+allowed. Past this file nothing sees a ConfigDict.
+"""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pe_ablation import encodings
+from pe_ablation.model import GPTConfig
+
+IDENTITY_FORMAT = 1
+OUTSIDE_IDENTITY = (
+    "eval", "label", "data.cache_dir", "train.log_every", "train.checkpoint_every", "model.implementation",
+)  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A config that cannot be honoured; the message names the field's path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodingConfig:
+    """Which encoding (a registered name or `FILE.py:CLASS`) and its options, checked against the class."""
+
+    name: str = "none"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The decoder's shape; see `model.GPTConfig`. `embed_scale` multiplies token embeddings at the input."""
+
+    num_layers: int = 2
+    num_heads: int = 4
+    model_dim: int = 64
+    mlp_dim: int | None = None
+    pattern: tuple | None = None
+    sharing: Literal["paper", "all", "none"] = "paper"
+    embed_scale: Literal["1", "sqrt_d"] = "1"
+    dropout_embed: float = 0.0
+    dropout_attention: float = 0.0
+    dropout_residual: float = 0.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    implementation: Literal["auto", "dense", "blockwise"] = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """A user's own text (`data.source = "text"`).
+
+    Either a folder, glob or file per split (`train`, `validation`, `test`), a document a file; or one `file` for all.
+    `separator` splits every file into documents (a documents-only `file` is dealt by index: mod 10 == 4 validation,
+    == 9 test); `train_bytes`, ... are the (start, stop) byte ranges of `file`, one document each.
+    """
+
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+    file: str | None = None
+    separator: str | None = None
+    train_bytes: tuple[int, ...] | None = None
+    validation_bytes: tuple[int, ...] | None = None
+    test_bytes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Corpus, tokenizer and how training tokens are blocked.
+
+    `block` is the longest training length of the sweep, in tokens: shuffled blocks are cut into windows, so that every
+    training length sees the same tokens in the same order. `train_bytes` keeps a prefix of the training documents.
+    `bos`: no BOS at all, one before each document, or one in place of each window's first input token.
+    """
+
+    source: Literal["sotu", "text"] = "sotu"
+    text: TextConfig = dataclasses.field(default_factory=TextConfig)
+    tokenizer: Literal["byte"] = "byte"
+    bos: Literal["none", "document", "window"] = "document"
+    block: int = 64
+    train_bytes: int | None = None
+    cache_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """AdamW with linear warm-up and cosine decay to `final_fraction` of the peak; lengths and batches in tokens."""
+
+    length: int = 64
+    steps: int = 1000
+    batch_tokens: int = 4096
+    accumulation: int = 1
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    final_fraction: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0
+    log_every: int = 10
+    checkpoint_every: int = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Where and how a trained model is scored (see `evaluate`); `last_k`, `spacing` and `stride` are in tokens.
+
+    `max_documents` and, for `targets`, `max_windows` spread a smaller sample evenly over the split; None takes all.
+    """
+
+    lengths: tuple[int, ...] = (64, 128, 256)
+    protocols: tuple[Literal["blocks", "targets", "sliding"], ...] = ("targets",)
+    nulls: tuple[Literal["window_mask", "window_recompute"], ...] = ("window_mask", "window_recompute")
+    split: Literal["validation", "test"] = "validation"
+    last_k: int = 32
+    spacing: int = 256
+    stride: int = 64
+    max_windows: int | None = None
+    max_documents: int | None = None
+    batch_tokens: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One run. A point is an Experiment without its seed; `label` names the arm in tables (default: the encoding)."""
+
+    encoding: EncodingConfig = dataclasses.field(default_factory=EncodingConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    seed: int = 0
+    label: str = ""
+
+    @property
+    def arm(self) -> str:
+        return self.label or self.encoding.name
+
+    def gpt(self, vocab_size: int) -> GPTConfig:
+        """The decoder's config for a tokenizer of `vocab_size`."""
+        shape = dataclasses.asdict(self.model)
+        shape["embed_scale"] = self.model.model_dim**0.5 if self.model.embed_scale == "sqrt_d" else 1.0
+        shape["pattern"] = self.model.pattern
+        return GPTConfig(
+            vocab_size=vocab_size,
+            train_length=self.train.length,
+            encoding=self.encoding.name,
+            encoding_options=self.encoding.options,
+            **shape,
+        )
+
+
+class _Text(str):
+    """A value typed on the command line, not yet converted to its field's type."""
+
+
+def read(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
+    """Lay `overrides` (dotted path -> typed value, or `from_flag` text) over a config and check everything.
+
+    Raises ConfigError for unknown fields (with a near match), wrong types, values out of range, and options that the
+    encoding does not have; options are checked after all overrides, whatever their order.
+    """
+    tree = _plain(config)
+    for path, value in (overrides or {}).items():
+        _overlay(tree, path, value)
+    experiment = _build(Experiment, tree, "")
+    return _checked(experiment)
+
+
+def from_flag(text: str) -> str:
+    """Mark a command-line value, so that `read` converts it by its field's type (1e-4 is a float, None is None)."""
+    return _Text(text)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as plain JSON types (tuples become lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=dict))
+
+
+def training_identity(experiment: Experiment) -> str:
+    """12 hex digits over what influences the trained numbers and differs from defaults.
+
+    Evaluation, label, logging, checkpoint interval, cache folder and attention implementation are not in it
+    (`OUTSIDE_IDENTITY`).
+    """
+    tree = to_dict(experiment)
+    defaults = to_dict(Experiment())
+    for path in OUTSIDE_IDENTITY:
+        *parents, leaf = path.split(".")
+        for each in (tree, defaults):
+            for parent in parents:
+                each = each[parent]
+            each.pop(leaf)
+    changed = _difference(tree, defaults)
+    changed["encoding.options"] = encodings.resolved_options(experiment.encoding.name, experiment.encoding.options)
+    changed["encoding.source"] = encodings.source_digest(experiment.encoding.name)
+    text = json.dumps({"format": IDENTITY_FORMAT, **changed}, sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def point_identity(experiment: Experiment) -> str:
+    """The training identity without the seed: what runs of one point share."""
+    return training_identity(dataclasses.replace(experiment, seed=0))
+
+
+def _difference(tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict) and path != "encoding.options":
+            changed |= _difference(value, default, f"{path}.")
+        elif value != default and path != "encoding.options":
+            changed[path] = value
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    """ConfigDicts and mappings as fresh dicts, the rest as it is."""
+    if isinstance(value, Mapping) or hasattr(value, "to_dict"):
+        return {key: _plain(value[key]) for key in value}
+    return value
+
+
+def _overlay(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    cls: Any = Experiment
+    at = tree
+    for depth, name in enumerate(parents):
+        _known(cls, name, ".".join(parents[:depth]))
+        cls = _hints(cls).get(name) if dataclasses.is_dataclass(cls) else None
+        at = at.setdefault(name, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"{path}: {'.'.join(parents[: depth + 1])} is a value, not a group of fields")
+    _known(cls, leaf, ".".join(parents))
+    at[leaf] = _plain(value)
+
+
+def _known(cls: Any, name: str, path: str) -> None:
+    if not dataclasses.is_dataclass(cls):
+        return
+    names = [field.name for field in dataclasses.fields(cls)]
+    if name not in names:
+        full = f"{path}.{name}" if path else name
+        raise ConfigError(f"{full}: no such field{near(name, names)}; allowed: {', '.join(names)}")
+
+
+def near(name: str, names: typing.Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest of `names`, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: Any, tree: Any, path: str) -> Any:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a group of fields, got {tree!r}")
+    for name in tree:
+        _known(cls, name, path)
+    hints = _hints(cls)
+    values = {}
+    for name, value in tree.items():
+        full = f"{path}.{name}" if path else name
+        make = _build if dataclasses.is_dataclass(hints[name]) else convert
+        values[name] = make(hints[name], value, full)
+    return cls(**values)
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type that `hint` annotates, or ConfigError; text from a flag is parsed, nothing else is."""
+    if isinstance(value, _Text):
+        value = _parse(hint, str(value), path)
+    return _check_type(hint, value, path)
+
+
+def _check_type(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        options = [arg for arg in args if arg is not type(None)]
+        if len(options) == 1:
+            return _check_type(options[0], value, path)
+    elif origin is Literal:
+        if value in args and type(value) in {type(arg) for arg in args}:
+            return value
+        allowed = ", ".join(map(repr, args))
+        raise ConfigError(f"{path}: {value!r} is not allowed{near(str(value), map(str, args))}; allowed: {allowed}")
+    elif origin is tuple and isinstance(value, list | tuple):
+        inner = args[0] if args else Any
+        return tuple(_check_type(inner, item, f"{path}[{index}]") for index, item in enumerate(value))
+    elif hint is tuple and isinstance(value, list | tuple):
+        return _frozen(value)
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif hint is Any or type(value) is hint or (isinstance(origin, type) and isinstance(value, origin)):
+        return value
+    raise ConfigError(f"{path}: expected {_type_name(hint)}, got {value!r} ({type(value).__name__})")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _parse(hint: Any, text: str, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if text in ("None", "null") and type(None) in args:
+            return None
+        return _parse(next(arg for arg in args if arg is not type(None)), text, path)
+    if hint is str:
+        return text
+    if origin is Literal:
+        return next((arg for arg in args if str(arg) == text), text)
+    if hint is bool:
+        known = {"true": True, "1": True, "false": False, "0": False}
+        return known.get(text.lower(), text)
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError:
+            raise ConfigError(f"{path}: expected {hint.__name__}, got {text!r}") from None
+    if origin is tuple and args[0] is not Any:
+        items = [item.strip() for item in text.strip("()[] ").split(",") if item.strip()]
+        return tuple(_parse(args[0], item.strip("'\""), path) for item in items)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"{path}: expected {_type_name(hint)}, got {text!r}") from None
+
+
+def _checked(experiment: Experiment) -> Experiment:
+    """Ranges and relations between fields; returns the experiment with its encoding options converted."""
+    options = {}
+    try:
+        hints = encodings.option_types(experiment.encoding.name)
+    except ValueError as error:
+        raise ConfigError(f"encoding.name: {error}") from None
+    for name, value in experiment.encoding.options.items():
+        if name not in hints:
+            allowed = ", ".join(hints) or "none"
+            problem = f"{experiment.encoding.name} has no such option{near(name, hints)}"
+            raise ConfigError(f"encoding.options.{name}: {problem}; allowed: {allowed}")
+        options[name] = convert(hints[name], value, f"encoding.options.{name}")
+    experiment = dataclasses.replace(experiment, encoding=EncodingConfig(experiment.encoding.name, options))
+    _check_ranges(experiment)
+    _check_relations(experiment)
+    try:
+        experiment.gpt(vocab_size=258)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+    return experiment
+
+
+def _check_ranges(experiment: Experiment) -> None:
+    train, data, evaluation = experiment.train, experiment.data, experiment.eval
+    at_least = {
+        "train.length": (train.length, 1), "train.steps": (train.steps, 1),
+        "train.batch_tokens": (train.batch_tokens, 1),
+        "train.accumulation": (train.accumulation, 1), "train.warmup_steps": (train.warmup_steps, 0),
+        "train.log_every": (train.log_every, 1), "train.checkpoint_every": (train.checkpoint_every, 1),
+        "train.learning_rate": (train.learning_rate, 0.0), "train.weight_decay": (train.weight_decay, 0.0),
+        "train.clip_norm": (train.clip_norm, 0.0), "train.epsilon": (train.epsilon, 0.0),
+        "data.block": (data.block, 1), "eval.last_k": (evaluation.last_k, 1),
+        "eval.spacing": (evaluation.spacing, 1), "eval.stride": (evaluation.stride, 1),
+        "eval.batch_tokens": (evaluation.batch_tokens, 1), "seed": (experiment.seed, 0),
+    }  # fmt: skip
+    optional = {
+        "data.train_bytes": data.train_bytes,
+        "eval.max_windows": evaluation.max_windows,
+        "eval.max_documents": evaluation.max_documents,
+    }
+    at_least |= {path: (value, 1) for path, value in optional.items() if value is not None}
+    for path, (value, low) in at_least.items():
+        if not low <= value < math.inf:
+            raise ConfigError(f"{path}: {value} is out of range; at least {low}, and finite")
+    below_one = {"train.beta1": train.beta1, "train.beta2": train.beta2}
+    for path, value in below_one.items():
+        if not 0 <= value < 1:
+            raise ConfigError(f"{path}: {value} is not in [0, 1)")
+    if not 0 <= train.final_fraction <= 1:
+        raise ConfigError(f"train.final_fraction: {train.final_fraction} is not in [0, 1]")
+
+
+def _check_relations(experiment: Experiment) -> None:
+    train, data, evaluation = experiment.train, experiment.data, experiment.eval
+    if data.block % train.length:
+        raise ConfigError(f"data.block: {data.block} is not a multiple of train.length = {train.length}")
+    if train.batch_tokens % (data.block * train.accumulation):
+        raise ConfigError(
+            f"train.batch_tokens: {train.batch_tokens} is not a multiple of data.block x train.accumulation = "
+            f"{data.block} x {train.accumulation}"
+        )
+    if train.warmup_steps >= train.steps:
+        raise ConfigError(f"train.warmup_steps: {train.warmup_steps} is not below train.steps = {train.steps}")
+    if not evaluation.lengths:
+        raise ConfigError("eval.lengths: empty; name at least one length")
+    for index, length in enumerate(evaluation.lengths):
+        if length < 1:
+            raise ConfigError(f"eval.lengths[{index}]: {length} is not a length; at least 1")
+    shortest = min((*evaluation.lengths, train.length))
+    if "targets" in evaluation.protocols and evaluation.last_k > shortest:
+        raise ConfigError(f"eval.last_k: {evaluation.last_k} exceeds the shortest evaluation length {shortest}")
+    if "targets" in evaluation.protocols and evaluation.last_k > evaluation.spacing:
+        raise ConfigError(
+            f"eval.last_k: {evaluation.last_k} exceeds eval.spacing = {evaluation.spacing}: targets overlap"
+        )
+    if "sliding" in evaluation.protocols and evaluation.stride > shortest:
+        raise ConfigError(f"eval.stride: {evaluation.stride} exceeds the shortest evaluation length {shortest}")

@@ -1,0 +1,236 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+import pe_ablation
+from pe_ablation import cli, config, encodings, launch
+from pe_ablation.record import Run
+
+SOURCE = """
+from ml_collections import ConfigDict
+
+def get_config(arg="full"):
+    if arg not in ("full", "quick"):
+        raise ValueError(f"argument {arg!r}; allowed: full, quick")
+    return ConfigDict({"encoding": {"name": "rope"}, "train": {"steps": 200}})
+
+def sweep(arg="full"):
+    for name in ("none", "rope"):
+        yield {"encoding.name": name}
+
+def sweep_seeds(arg="full"):
+    for seed in range(2):
+        yield {"seed": seed}
+"""
+
+HELP = """
+import sys
+from pe_ablation import cli
+try:
+    cli.main(["launch", "--help"])
+finally:
+    print("jax" in sys.modules)
+"""
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A config file in a folder of its own, which is where commands run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_leave_accelerators", lambda: None)
+    (tmp_path / "study.py").write_text(SOURCE)
+    return tmp_path
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `launch` was called with; instead of training it plans."""
+    calls = []
+
+    def pretend(points, workdir, source):
+        calls.append((points, str(workdir), source))
+        launch.plan(points, workdir, source, {})
+        return 1
+
+    monkeypatch.setattr(launch, "launch", pretend)
+    return calls
+
+
+def refused(capsys, *argv):
+    """The one line on stderr of a command that is refused with exit code 2."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+def test_launch_passes_overrides_of_both_forms_on(study, launched, capsys):
+    fields = ("--config.train.learning_rate=1e-4", "--config.seed", "3", "--config.model.mlp_dim=None")
+    assert cli.main(["launch", fields[0], "--config", "study.py:quick", *fields[1:]]) == 1
+    [(points, workdir, source)] = launched
+    assert [point.arm for point in points] == ["none", "rope"]
+    assert (workdir, source) == ("runs/study-quick", "study.py:quick")
+    for point in points:
+        [experiment] = point.experiments
+        assert experiment.train.learning_rate == 1e-4 and experiment.seed == 3 and experiment.model.mlp_dim is None
+    out = capsys.readouterr().out
+    assert "2 runs: 0 done, 0 running, 0 failed, 2 missing" in out
+    assert out.endswith("\npe-ablation report runs/study-quick\n")
+
+
+def test_launch_takes_a_named_sweep_and_a_work_directory(study, launched):
+    cli.main(["launch", "--config=study.py", "--sweep", "seeds", "--workdir", "there"])
+    [(points, workdir, _)] = launched
+    assert [each.seed for each in points[0].experiments] == [0, 1] and workdir == "there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "nope.py"), "nope.py: no such config file"),
+        (("--config", "study.py:fast"), "allowed: full, quick"),
+        (("--config", "study.py", "--sweep", "seed"), "did you mean seeds?"),
+        (("--config", "study.py", "--config.encoding.name=rope"), "the sweep 'default' of study.py sets encoding.name"),
+        (("--config", "study.py", "--config.train.stepz=3"), "did you mean steps?"),
+        (("--config", "study.py", "--config.train.steps=12.5"), "train.steps: expected int"),
+        (("--config", "study.py", "--config.train.steps", "--workdir"), "train.steps: expected int, got '--workdir'"),
+    ],
+)
+def test_launch_refuses_in_one_line(study, capsys, arguments, message):
+    assert message in refused(capsys, "launch", *arguments)
+    assert [path.name for path in study.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("launch",),
+        ("run",),
+        ("launch", "--config", "study.py", "--stepz", "3"),
+        ("launch", "--config", "study.py", "--conf.train.steps=3"),
+        ("launch", "--config", "study.py", "--config.train.steps"),
+        ("launch", "--config", "study.py", "--config.seed=1", "--config.seed=2"),
+        ("status", "runs", "--config.seed=1"),
+        ("launch", "--config", "study.py", "--dry"),
+        ("fly",),
+    ],
+)
+def test_arguments_that_do_not_exist_are_refused(study, arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+
+
+def test_a_fault_inside_a_library_is_not_hidden_as_a_refusal(study, monkeypatch):
+    monkeypatch.setattr(config, "read", lambda *_: pd.Timedelta("no duration"))
+    with pytest.raises(ValueError, match="unit abbreviation"):
+        cli.main(["launch", "--config", "study.py"])
+
+
+def test_help_and_typing_errors_do_not_wait_for_jax():
+    ran = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    assert "--config FILE[:ARG]" in ran.stdout and ran.stdout.endswith("False\n")
+
+
+def test_a_dry_run_writes_nothing(study, monkeypatch, capsys):
+    data = SimpleNamespace(tokenizer=lambda _: SimpleNamespace(vocab_size=258))
+    monkeypatch.setattr(pe_ablation, "data", data, raising=False)
+    before = set(study.rglob("*"))
+    assert cli.main(["launch", "--config", "study.py", "--dry_run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 points, 2 runs, 1,638,400 tokens"
+    assert cli.main(["run", "--config", "study.py", "--dry_run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 points, 1 runs, 819,200 tokens"
+    assert {path for path in study.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_run_trains_the_config_alone_in_this_process(study, monkeypatch, capsys):
+    trained = []
+
+    def fit_seeds(experiments, run_dirs):
+        trained.extend(experiments)
+        return [{"status": "ok"} for _ in experiments]
+
+    monkeypatch.setattr(launch, "check", lambda points: {})
+    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_seeds=fit_seeds), raising=False)
+    monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(evaluate_run=lambda run_dir: None), raising=False)
+    for _ in range(2):
+        assert cli.main(["run", "--config", "study.py:quick", "--config.seed=5"]) == 0
+        assert "seed_5" in capsys.readouterr().out
+    assert [(each.arm, each.seed) for each in trained] == [("rope", 5)]
+
+
+def test_ctrl_c_in_run_is_exit_code_130(study, monkeypatch, capsys):
+    def fit_seeds(experiments, run_dirs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "check", lambda points: {})
+    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_seeds=fit_seeds), raising=False)
+    monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(), raising=False)
+    assert cli.main(["run", "--config", "study.py", "--workdir", "w"]) == 130
+    assert cli.main(["status", "w"]) == 0
+    assert "failed   " in (out := capsys.readouterr().out) and "interrupted" in out
+
+
+def planned(workdir, **results):
+    """Runs of one point by seed name, with their results; None: never finished."""
+    for name, result in results.items():
+        run = Run.plan(workdir / "point" / name, config.read({"seed": int(name[-1])}), None)
+        if result is not None:
+            run.finish(result)
+
+
+def test_status_lists_every_run_and_counts(study, capsys):
+    planned(study / "w", seed_0={"status": "ok"}, seed_1=None, seed_2=None)
+    Run(study / "w/point/seed_1").fail("Traceback\nValueError: why\n")
+    assert cli.main(["status", "w"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "done     point/seed_0",
+        "failed   point/seed_1  ValueError: why",
+        "missing  point/seed_2",
+        "3 runs: 1 done, 0 running, 1 failed, 1 missing",
+    ]
+    assert "nowhere: no such folder" in refused(capsys, "status", "nowhere")
+
+
+def test_evaluate_scores_finished_runs_where_it_is_told(study, monkeypatch, capsys):
+    planned(study / "w", seed_0={"status": "ok"}, seed_1=None)
+    checked, curves = [], []
+
+    def curve(run_dir, lengths, **settings):
+        curves.append((run_dir.name, lengths, settings))
+        columns = ("encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status")
+        return pd.DataFrame([dict.fromkeys(columns, "x")])
+
+    fake = SimpleNamespace(check=lambda experiment: checked.append(experiment.eval.lengths), curve=curve)
+    monkeypatch.setattr(pe_ablation, "evaluate", fake, raising=False)
+    assert cli.main(["evaluate", "w", "--lengths", "64,512", "--protocols", "blocks", "--split", "test"]) == 1
+    nulls = ("window_mask", "window_recompute")
+    assert curves == [("seed_0", (64, 512), {"split": "test", "protocols": ("blocks",), "nulls": nulls})]
+    assert checked == [(64, 512)] and "seed_1: not trained, left out" in capsys.readouterr().err
+    assert "eval.lengths[0]: 0" in refused(capsys, "evaluate", "w/point/seed_0", "--lengths", "0")
+    assert "did you mean blocks?" in refused(capsys, "evaluate", "w/point/seed_0", "--protocols", "block")
+
+
+def test_report_prints_what_it_wrote(monkeypatch, capsys):
+    asked = []
+
+    def write(runs_dir, out_dir):
+        asked.append((str(runs_dir), str(out_dir)))
+        return "| table |"
+
+    monkeypatch.setattr(pe_ablation, "report", SimpleNamespace(write=write), raising=False)
+    assert cli.main(["report", "w"]) == cli.main(["report", "w", "--out", "there"]) == 0
+    assert asked == [("w", "w/report"), ("w", "there")] and capsys.readouterr().out == "| table |\n" * 2
+
+
+def test_encodings_lists_every_one_with_its_card(capsys):
+    assert cli.main(["encodings"]) == 0
+    out = capsys.readouterr().out
+    for name in encodings.names():
+        about = encodings.find(name).about
+        card = out.partition(f"{name}\n")[2].partition("\n  beyond")[0]
+        assert about.formula in card and about.source in card and about.parameters in card and about.beyond in out
