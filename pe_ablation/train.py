@@ -1,0 +1,326 @@
+"""Training: the seeds of a point in one vmapped program, resumable to the bit.
+
+Letters in shapes: R seeds (runs), A micro-batches, B windows of a micro-batch, L window length in tokens.
+
+One step, always in this order: take a batch of each seed -> dispatch the step -> record the step before it -> at a
+checkpoint step, record this one too, then save {state, data iterator}. Nothing random is kept: dropout keys are made of
+seed and step, batches of seed and position. So a resumed run repeats an uninterrupted one bit for bit on one machine.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from pe_ablation import attention, data
+from pe_ablation.checkpoint import Checkpoints
+from pe_ablation.config import Experiment, TrainConfig, point_identity
+from pe_ablation.model import GPT, GPTConfig, keyed
+from pe_ablation.progress import Progress
+from pe_ablation.record import Run
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "optimizer", "step", "alive"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state, int32 steps done, and whether every step so far was finite."""
+
+    params: Any
+    optimizer: Any
+    step: jax.Array
+    alive: jax.Array
+
+
+def decays(path: tuple[Any, ...]) -> bool:
+    """Whether weight decay acts on a parameter, by its path, so that stacking layers changes nothing.
+
+    Kernels of the blocks and the token embedding decay; biases, layer norms and all of an encoding's do not.
+    """
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return names[0] != "encodings" and ("kernel" in names or names[0] == "embedding")
+
+
+def schedule(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up from 0 over `warmup_steps`, then a cosine to `final_fraction` of the peak at `steps`."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.steps,
+        end_value=config.final_fraction * config.learning_rate,
+    )
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Global-norm clipping, once, on the accumulated gradient; then AdamW with the decay mask above."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule(config),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, _: decays(path), params),
+        ),
+    )
+
+
+def init_state(config: GPTConfig, optimizer: optax.GradientTransformation, seed: jax.Array) -> TrainState:
+    """The state of one seed before its first step."""
+    params = nnx.state(GPT(config, rngs=nnx.Rngs(params=jax.random.key(seed))), nnx.Param)
+    return TrainState(params, optimizer.init(params), jnp.int32(0), jnp.bool_(True))
+
+
+def window_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log-likelihood of int32 targets [...] under float32 logits [..., V], in nats."""
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def accumulate(loss_sums, params: Any, micro_batches: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """Gradient of the token-weighted mean over micro-batches, and the sums {nats, tokens, ...}.
+
+    `loss_sums(params, micro_batch)` returns (summed nats, sums); micro-batches are stacked on the leading axis. Each
+    token weighs the same whatever micro-batch it is in.
+    """
+    gradient = functools.partial(jax.grad(loss_sums, has_aux=True), params)
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    if jax.tree.leaves(micro_batches)[0].shape[0] == 1:
+        grads, sums = gradient(first)
+    else:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
+        add = lambda total, each: (jax.tree.map(jnp.add, total, gradient(each)), None)  # noqa: E731
+        (grads, sums), _ = jax.lax.scan(add, zeros, micro_batches)
+    tokens = jnp.maximum(sums["tokens"], 1.0)
+    return jax.tree.map(lambda g: g / tokens, grads), sums
+
+
+def train_step(
+    graph: Any, optimizer: Any, tokenizer: data.Tokenizer, state: TrainState, windows: jax.Array, seed: jax.Array
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One step of one seed on int32 windows [A,B,L+1]; metrics are sums over the batch, and the gradient's norm.
+
+    BOS is no target; EOS is one, so that generation can stop. After a step that is not finite the state stays frozen.
+    """
+    key = jax.random.fold_in(keyed(jax.random.key(seed), "dropout"), state.step)
+    sizes = jnp.asarray(tokenizer.bytes_per_token, jnp.float32)
+
+    def loss_sums(params, micro_batch):
+        index, tokens = micro_batch
+        logits = nnx.merge(graph, params)(tokens[:, :-1], dropout_key=jax.random.fold_in(key, index))
+        targets = tokens[:, 1:]
+        weight = (targets != tokenizer.bos).astype(jnp.float32)
+        nats = jnp.sum(weight * window_nats(logits, targets))
+        return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
+
+    grads, metrics = accumulate(loss_sums, state.params, (jnp.arange(windows.shape[0]), windows))
+    norm = optax.global_norm(grads)
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    alive = state.alive & jnp.isfinite(metrics["nats"]) & jnp.isfinite(norm)
+    moved = (optax.apply_updates(state.params, updates), optimizer_state)
+    params, optimizer_state = jax.tree.map(
+        lambda new, old: jnp.where(alive, new, old), moved, (state.params, state.optimizer)
+    )
+    metrics |= {"gradient_norm": norm, "alive": alive, "was_alive": state.alive}
+    return TrainState(params, optimizer_state, state.step + 1, alive), metrics
+
+
+def fit(experiment: Experiment, run_dir: str | Path) -> dict[str, Any]:
+    """Train one run in `run_dir`, from its last checkpoint if it has one; returns its summary (see `fit_seeds`).
+
+    The summary is also the run's result.json. Raises RecordError for a directory of another identity or one that
+    another process is training; what else is raised is recorded in error.json first.
+    """
+    run = Run.plan(Path(run_dir), experiment, None, data.load(experiment.data, "train").digest)
+    run.start()
+    try:
+        summary = fit_seeds([experiment], [run.path])[0]
+    except Exception:
+        run.fail(traceback.format_exc())
+        raise
+    run.finish(summary)
+    return summary
+
+
+def fit_seeds(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Train the runs of one point, which differ in nothing but the seed, together; a summary for each.
+
+    They start from the newest step that all have a checkpoint of. A seed that stops being finite is frozen and marked
+    diverged; the others go on. Summary: status (ok | diverged), steps, tokens, parameters, nats of the last step, ...
+    Raises ValueError for experiments of different points, and whatever data, model or checkpoints refuse.
+    """
+    experiment = experiments[0]
+    if len({point_identity(each) for each in experiments}) > 1:
+        raise ValueError(f"fit_seeds: runs of different points: {', '.join(map(str, run_dirs))}")
+    return _Fit(experiment, [each.seed for each in experiments], [Run(Path(path)) for path in run_dirs]).run()
+
+
+class _Fit:
+    """The loop's parts: model, optimizer, batches, records. R seeds ride on the leading axis of everything."""
+
+    def __init__(self, experiment: Experiment, seeds: list[int], runs: list[Run]):
+        self.experiment, self.seeds, self.runs = experiment, seeds, runs
+        self.tokenizer = data.tokenizer(experiment.data)
+        self.config = experiment.gpt(self.tokenizer.vocab_size)
+        self.optimizer = make_optimizer(experiment.train)
+        self.schedule = schedule(experiment.train)
+        self.tokens = data.load(experiment.data, "train")
+        self.batches = [self._batches(seed) for seed in seeds]
+        graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0))))
+        step = functools.partial(train_step, graph, self.optimizer, self.tokenizer)
+        self.step = jax.jit(jax.vmap(step), donate_argnums=0)
+        self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
+
+    def _batches(self, seed: int) -> data.Batches:
+        train, source = self.experiment.train, self.experiment.data
+        return data.Batches(
+            self.tokens,
+            block=source.block,
+            batch_tokens=train.batch_tokens,
+            length=train.length,
+            seed=seed,
+            bos=source.bos,
+        )
+
+    def run(self) -> list[dict[str, Any]]:
+        checkpoints = [Checkpoints(run.path / "checkpoints") for run in self.runs]
+        try:
+            state = self._loop(checkpoints, *self._restore(checkpoints))
+        finally:
+            for each in checkpoints:
+                each.close()
+        return self._summaries(state)
+
+    def _restore(self, checkpoints: list[Checkpoints]) -> tuple[TrainState, int]:
+        """The state of the newest step that every run has, and that step; logs are cut back to it."""
+        common = set.intersection(*(set(each.steps()) for each in checkpoints))
+        start = max(common, default=0)
+        seeds = jnp.asarray(self.seeds, jnp.uint32)
+        if start:
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.eval_shape(self.init, seeds))
+            restored = [each.load(start, like) for each in checkpoints]
+            state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each for each, _ in restored))
+            for batches, (_, saved) in zip(self.batches, restored, strict=True):
+                batches.set_state(saved)
+        else:
+            state = self.init(seeds)
+        for run in self.runs:
+            run.truncate("metrics", start)
+            run.truncate("timing", start)
+        return state, start
+
+    def _loop(self, checkpoints: list[Checkpoints], state: TrainState, start: int) -> TrainState:
+        train = self.experiment.train
+        seeds = f" x{len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
+        label = f"{self.experiment.arm} L={train.length}{seeds}"
+        progress = Progress(train.steps, label, train.batch_tokens * len(self.seeds))
+        try:
+            return self._steps(checkpoints, state, start, _Log(self.runs, self.schedule, train, progress, start))
+        finally:
+            progress.close()
+
+    def _steps(self, checkpoints: list[Checkpoints], state: TrainState, start: int, log: "_Log") -> TrainState:
+        train = self.experiment.train
+        seeds = jnp.asarray(self.seeds, jnp.uint32)
+        waiting: tuple[int, Any] | None = None
+        for step in range(start + 1, train.steps + 1):
+            state, metrics = self.step(state, self._next(), seeds)
+            if waiting is not None:
+                log.write(*waiting)
+            waiting = (step, metrics)
+            if step % train.checkpoint_every == 0 or step == train.steps:
+                log.write(*waiting)
+                waiting = None
+                self._save(checkpoints, step, state)
+                if not bool(jnp.any(state.alive)):
+                    break
+        return state
+
+    def _next(self) -> np.ndarray:
+        """int32 [R,A,B,L+1]."""
+        windows = np.stack([next(batches) for batches in self.batches])
+        return windows.reshape(len(self.seeds), self.experiment.train.accumulation, -1, windows.shape[-1])
+
+    def _save(self, checkpoints: list[Checkpoints], step: int, state: TrainState) -> None:
+        for row, (each, batches) in enumerate(zip(checkpoints, self.batches, strict=True)):
+            each.save(step, jax.tree.map(lambda x, row=row: x[row], state), batches.get_state())
+
+    def _summaries(self, state: TrainState) -> list[dict[str, Any]]:
+        train = self.experiment.train
+        heads, windows = self.config.num_heads, train.batch_tokens // train.length // train.accumulation
+        shared = {
+            "tokens": train.steps * train.batch_tokens,
+            "parameters": sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(state.params)),
+            "attention": attention.chosen(self.config.implementation, windows, heads, train.length, train.length),
+            "devices": jax.device_count(),
+            "platform": jax.default_backend(),
+            "jax": jax.__version__,
+        }
+        rows = [run.rows("metrics") for run in self.runs]
+        return [
+            {"status": "ok" if alive else "diverged", "steps": int(step), **shared, "last": own[-1] if own else None}
+            for alive, step, own in zip(state.alive.tolist(), state.step, rows, strict=True)
+        ]
+
+
+class _Log:
+    """Turns fetched metrics into rows of each run's logs and into progress."""
+
+    def __init__(self, runs: list[Run], rate: optax.Schedule, train: TrainConfig, progress: Progress, start: int):
+        self.runs, self.rate, self.train, self.progress = runs, rate, train, progress
+        self.since, self.began = start, time.monotonic()
+        self.diverged = [False] * len(runs)
+
+    def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Record one step, where it is due: each `log_every`, the last, and the one at which a seed diverges."""
+        due = step % self.train.log_every == 0 or step == self.train.steps
+        alive, was_alive = np.asarray(metrics["alive"]), np.asarray(metrics["was_alive"])
+        if not due and np.array_equal(alive, was_alive):
+            return
+        values = {name: np.asarray(each, np.float64) for name, each in metrics.items()}
+        for row, run in enumerate(self.runs):
+            if was_alive[row] and (due or not alive[row]):
+                run.append("metrics", [self._row(step, {name: float(each[row]) for name, each in values.items()})])
+        if due:
+            self._time(step)
+            self.progress.update(step, float(np.nanmean(values["nats"] / values["tokens"])))
+
+    def _row(self, step: int, sums: dict[str, float]) -> dict[str, Any]:
+        nats = sums["nats"] / sums["tokens"]
+        return {
+            "step": step,
+            "tokens": step * self.train.batch_tokens,
+            "nats": nats,
+            "perplexity": perplexity(nats),
+            "bits_per_byte": sums["nats"] / math.log(2) / max(sums["bytes"], 1.0),
+            "gradient_norm": sums["gradient_norm"],
+            "learning_rate": float(np.asarray(self.rate(step - 1))),
+            "diverged": not sums["alive"],
+        }
+
+    def _time(self, step: int) -> None:
+        now = time.monotonic()
+        seconds, steps = now - self.began, step - self.since
+        tokens = steps * self.train.batch_tokens * len(self.runs)
+        row = {"step": step, "seconds": seconds, "tokens_per_second": tokens / seconds if seconds else math.inf}
+        for run in self.runs:
+            run.append("timing", [row])
+        self.since, self.began = step, now
+
+
+def perplexity(nats: float) -> float:
+    """exp of a mean in nats; infinite past float64's range instead of an error."""
+    return math.exp(nats) if nats < 709.0 else (nats if math.isnan(nats) else math.inf)
