@@ -1,0 +1,345 @@
+"""Evaluation past the training length: a protocol is a set of windows and the targets it scores.
+
+A window is a document's tokens [start, start + length) as inputs; target i of a window is the token after input i.
+Windows never cross documents, special tokens are never scored, and every length of a run is scored on the same
+documents: those with a token more than the longest length. Sums are float64, per document and position.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+from flax import nnx
+
+from pe_ablation import checkpoint, config, data, report
+from pe_ablation.attention import Mask
+from pe_ablation.config import ConfigError, EvalConfig, Experiment
+from pe_ablation.model import GPT, GPTConfig
+from pe_ablation.record import Run
+from pe_ablation.train import perplexity, window_nats
+
+NO_WINDOW = 2**31 - 1  # an attention window that hides nothing: the windowed null shares the compiled program
+
+
+class EvaluationError(ValueError):
+    """A run that cannot be scored as asked; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """W windows of `length` inputs: int arrays [W] of document, start in it, and the scored targets [first, stop)."""
+
+    length: int
+    document: np.ndarray
+    start: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> "Windows":
+        return Windows(self.length, self.document[rows], self.start[rows], self.first[rows], self.stop[rows])
+
+
+def blocks(sizes: Sequence[int], length: int) -> Windows:
+    """Non-overlapping windows (stride `length`) over documents of these token counts; every target once."""
+    return sliding(sizes, length, length)
+
+
+def sliding(sizes: Sequence[int], length: int, stride: int) -> Windows:
+    """Windows that advance by `stride` and score what the window before did not reach; every target once."""
+    parts = []
+    for document, size in enumerate(sizes):
+        count = 1 + max(0, math.ceil((size - 1 - length) / stride))
+        start = stride * np.arange(count)
+        first = np.where(start == 0, 0, length - stride)
+        stop = np.minimum(length, size - 1 - start)
+        parts.append((np.full(count, document), start, first, stop))
+    return Windows(length, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def targets(sizes: Sequence[int], length: int, *, longest: int, spacing: int, last_k: int) -> Windows:
+    """Windows of `length` that end where those of every other length end: the same `last_k` targets at each length.
+
+    Ends lie every `spacing` tokens, the first after `longest` inputs, in documents of at least longest + 1 tokens.
+    """
+    ends = [np.arange(longest, size, spacing) for size in sizes]
+    document = np.repeat(np.arange(len(ends)), [len(each) for each in ends])
+    start = np.concatenate(ends) - length
+    return Windows(length, document, start, np.full(len(start), length - last_k), np.full(len(start), length))
+
+
+def check(experiment: Experiment) -> None:
+    """ConfigError where no document of the split is long enough for the longest evaluation length."""
+    split = experiment.eval.split
+    _documents(experiment.eval, experiment.train.length, data.load(experiment.data, split))
+
+
+def evaluate_run(run_dir: str | Path) -> None:
+    """Score everything that the run's config asks for and store the cells; cells that are there stay as they are.
+
+    One that ran out of memory is tried again: there may be more of it now, or fewer `eval.batch_tokens`.
+    """
+    run = Run(Path(run_dir))
+    _Scorer(run, run.experiment.eval).score()
+
+
+def curve(
+    run_dir: str | Path,
+    lengths: Sequence[int],
+    *,
+    split: str = "validation",
+    protocols: Sequence[str] = ("targets",),
+    nulls: Sequence[str] = ("window_mask", "window_recompute"),
+) -> pd.DataFrame:
+    """Score a trained run at `lengths` tokens (and its training length) and return these rows of `report.rows`.
+
+    Raises EvaluationError for a run that isn't trained to its end and ConfigError for what its data can't serve.
+    """
+    run = Run(Path(run_dir))
+    asked = {"lengths": list(lengths), "split": split, "protocols": list(protocols), "nulls": list(nulls)}
+    experiment = config.read(run.config["experiment"], {f"eval.{name}": value for name, value in asked.items()})
+    _Scorer(run, experiment.eval).score()
+    rows = report.rows(run.path)
+    wanted = [settings(experiment.eval, protocol, experiment.train.length) for protocol in protocols]
+    keep = rows.settings.map(lambda text: bool(text) and json.loads(text) in wanted)
+    keep &= rows.split.eq(split) & rows.protocol.isin(protocols) & rows.null.isin(["none", *nulls])
+    keep &= rows.eval_length.isin([experiment.train.length, *lengths])
+    return rows.loc[keep].reset_index(drop=True)
+
+
+def settings(evaluation: EvalConfig, protocol: str, train_length: int) -> dict[str, Any]:
+    """What, beside split, length and null, decides which targets a cell scores and with which context."""
+    longest = max(*evaluation.lengths, train_length)
+    shared = {"longest": longest, "max_documents": evaluation.max_documents}
+    own = {
+        "blocks": {},
+        "targets": {
+            "last_k": evaluation.last_k,
+            "spacing": evaluation.spacing,
+            "max_windows": evaluation.max_windows,
+        },
+        "sliding": {"stride": evaluation.stride},
+    }
+    return shared | own[protocol]
+
+
+def cell_key(step: int, split: str, protocol: str, length: int, null: str, chosen: dict[str, Any]) -> str:
+    """The file name of a cell: checkpoint, split, protocol, length, null, and a digest of the settings."""
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
+    return f"step{step}-{split}-{protocol}-L{length}-{null}-{digest}"
+
+
+def _documents(evaluation: EvalConfig, train_length: int, tokens: data.TokenFile) -> list[int]:
+    """Indices of the documents that every length is scored on."""
+    longest = max(*evaluation.lengths, train_length)
+    sizes = np.diff(tokens.starts)
+    chosen = np.flatnonzero(sizes > longest)
+    if not len(chosen):
+        raise ConfigError(
+            f"eval.lengths: {longest} needs a document of at least {longest + 1} tokens; "
+            f"the longest of the {evaluation.split} split has {int(sizes.max(initial=0))}"
+        )
+    return _evenly(chosen, evaluation.max_documents).tolist()
+
+
+def _evenly(items: Any, most: int | None) -> Any:
+    """At most `most` of `items`, evenly spread."""
+    if most is None or len(items) <= most:
+        return items
+    return items[np.linspace(0, len(items) - 1, most).round().astype(int)]
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(config: GPTConfig, batch: int, length: int) -> Any:
+    """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed."""
+    abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(abstract)
+
+    def score(params, inputs, wanted, window):
+        return window_nats(nnx.merge(graph, params)(inputs, mask=Mask(window=window)), wanted)
+
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return jax.jit(score).lower(params, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+
+def memory_limit() -> int:
+    """Bytes that a program may take: what the first device reports as free, or the machine's available memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if not Path("/proc/meminfo").exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+    return int(available[0].split()[1]) * 1024
+
+
+class _OutOfMemory(Exception):
+    pass
+
+
+def _program(config: GPTConfig, batch: int, length: int) -> Any:
+    """`_compiled`, refused before it runs where its own estimate exceeds the memory there is."""
+    try:
+        program = _compiled(config, batch, length)
+    except jax.errors.JaxRuntimeError as error:
+        raise _out_of_memory(error) from error
+    need = program.memory_analysis()
+    if need is not None and need.temp_size_in_bytes + need.output_size_in_bytes > memory_limit():
+        raise _OutOfMemory(f"needs {need.temp_size_in_bytes + need.output_size_in_bytes:,} bytes")
+    return program
+
+
+def _out_of_memory(error: Exception) -> Exception:
+    return _OutOfMemory(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else error
+
+
+class _Scorer:
+    """One run under one evaluation config: loads what it needs once and stores each cell as it is done."""
+
+    def __init__(self, run: Run, evaluation: EvalConfig):
+        self.run, self.evaluation, self.experiment = run, evaluation, run.experiment
+        self.train_length = self.experiment.train.length
+        self.tokenizer = data.tokenizer(self.experiment.data)
+        self.gpt = self.experiment.gpt(self.tokenizer.vocab_size)
+        self.model = nnx.eval_shape(lambda: GPT(self.gpt, rngs=nnx.Rngs(0)))
+        self.tokens = data.load(self.experiment.data, evaluation.split)
+        chosen = _documents(evaluation, self.train_length, self.tokens)
+        self.documents = [np.asarray(self.tokens.document(index)) for index in chosen]
+        self.names = [self.tokens.names[index] for index in chosen]
+        self.step = self._trained_step()
+        self.stored = {cell["key"] for cell in run.cells() if cell["status"] != "OOM"}
+
+    def _trained_step(self) -> int:
+        step = checkpoint.last_step(self.run.path / "checkpoints")
+        if step is None:
+            raise EvaluationError(f"{self.run.path}: not trained, no checkpoint to evaluate")
+        like = {"params": nnx.state(self.model, nnx.Param), "alive": jax.ShapeDtypeStruct((), jnp.bool_)}
+        found = checkpoint.load_parts(self.run.path / "checkpoints", step, like)
+        self.params, self.alive = found["params"], bool(found["alive"])
+        if step < self.experiment.train.steps and self.alive:
+            raise EvaluationError(f"{self.run.path}: trained to step {step} of {self.experiment.train.steps} only")
+        return step
+
+    def score(self) -> None:
+        lengths = sorted({self.train_length, *self.evaluation.lengths})
+        for protocol in self.evaluation.protocols:
+            for length in lengths:
+                self._cell(protocol, length, "none")
+                if length > self.train_length and "window_mask" in self.evaluation.nulls:
+                    self._cell(protocol, length, "window_mask")
+
+    def _cell(self, protocol: str, length: int, null: str) -> None:
+        chosen = settings(self.evaluation, protocol, self.train_length)
+        key = cell_key(self.step, self.evaluation.split, protocol, length, null, chosen)
+        if key in self.stored:
+            return
+        about = {
+            "key": key,
+            "step": self.step,
+            "split": self.evaluation.split,
+            "protocol": protocol,
+            "length": length,
+            "null": null,
+            "train_length": self.train_length,
+            "settings": chosen,
+        }
+        status, arrays = self._measure(protocol, length, null)
+        self.run.save_cell(about | {"status": status} | totals(arrays), arrays)
+        self.stored.add(key)
+
+    def _measure(self, protocol: str, length: int, null: str) -> tuple[str, dict[str, np.ndarray]]:
+        """(status, sums by document and position); no sums unless the status is ok."""
+        limit = self.model.max_position
+        if limit is not None and length > limit:
+            return "n/a", {}
+        if not self.alive:
+            return "diverged", {}
+        windows = self._windows(protocol, length)
+        try:
+            return "ok", self._sums(windows, self.train_length if null == "window_mask" else NO_WINDOW)
+        except (_OutOfMemory, MemoryError):
+            return "OOM", {}
+
+    def _windows(self, protocol: str, length: int) -> Windows:
+        evaluation, sizes = self.evaluation, [len(each) for each in self.documents]
+        if protocol == "blocks":
+            return blocks(sizes, length)
+        if protocol == "sliding":
+            return sliding(sizes, length, evaluation.stride)
+        longest = max(*evaluation.lengths, self.train_length)
+        found = targets(sizes, length, longest=longest, spacing=evaluation.spacing, last_k=evaluation.last_k)
+        return found[_evenly(np.arange(len(found)), evaluation.max_windows)]
+
+    def _sums(self, windows: Windows, window: int) -> dict[str, np.ndarray]:
+        """{nats, tokens, bytes}: float64 [documents, length], and the documents' names."""
+        sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes")}
+        sizes = np.asarray(self.tokenizer.bytes_per_token)
+        for part, wanted, nats in self._scored(windows, window):
+            place = np.arange(windows.length)
+            scored = (place >= part.first[:, None]) & (place < part.stop[:, None]) & (sizes[wanted] > 0)
+            if np.isnan(nats[scored]).any():
+                raise EvaluationError(f"{self.run.path}: NaN at evaluation length {windows.length}")
+            where = (np.broadcast_to(part.document[:, None], scored.shape)[scored], np.nonzero(scored)[1])
+            np.add.at(sums["nats"], where, nats[scored].astype(np.float64))
+            np.add.at(sums["tokens"], where, 1.0)
+            np.add.at(sums["bytes"], where, sizes[wanted[scored]])
+        return sums | {"names": np.asarray(self.names)}
+
+    def _scored(self, windows: Windows, window: int) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
+        """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
+        batch = max(1, self.evaluation.batch_tokens // windows.length)
+        program = _program(self.gpt, batch, windows.length)
+        pending = None
+        try:
+            for begin in range(0, len(windows), batch):
+                part = windows[begin : begin + batch]
+                inputs, wanted = self._batch(part, batch)
+                nats = program(self.params, inputs, wanted, np.int32(window))
+                if pending is not None:
+                    yield _fetched(*pending)
+                pending = (part, wanted, nats)
+            if pending is not None:
+                yield _fetched(*pending)
+        except jax.errors.JaxRuntimeError as error:
+            raise _out_of_memory(error) from error
+
+    def _batch(self, part: Windows, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """int32 inputs and targets [B,L]; what is past a document's end, or past the last window, is 0 and unscored."""
+        inputs, wanted = np.zeros((2, batch, part.length), np.int32)
+        for row, (document, start) in enumerate(zip(part.document, part.start, strict=True)):
+            tokens = self.documents[document][start : start + part.length + 1]
+            inputs[row, : len(tokens) - 1], wanted[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
+            if self.experiment.data.bos == "window":
+                inputs[row, 0] = self.tokenizer.bos
+        return inputs, wanted
+
+
+def _fetched(part: Windows, wanted: np.ndarray, nats: jax.Array) -> tuple[Windows, np.ndarray, np.ndarray]:
+    return part, wanted[: len(part)], np.asarray(nats)[: len(part)]
+
+
+def totals(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Nats per scored token, perplexity and bits per byte of summed arrays, with what was scored; NaN for none."""
+    empty = np.zeros((1, 1))
+    nats, tokens, size = (float(arrays.get(name, empty).sum()) for name in ("nats", "tokens", "bytes"))
+    mean = nats / tokens if tokens else math.nan
+    return {
+        "nats": mean,
+        "perplexity": perplexity(mean),
+        "bits_per_byte": nats / math.log(2) / size if size else math.nan,
+        "tokens": int(tokens),
+        "bytes": int(size),
+        "documents": int((arrays.get("tokens", empty).sum(axis=1) > 0).sum()),
+    }
