@@ -1,0 +1,168 @@
+"""What the literature leads one to expect of a table, beside what was seen. A claim that fails fails nothing."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from pe_ablation.tables import Frame, select, selections, summary, text_grid
+
+PRESS = "Press et al. 2022"
+KAZEMNEJAD = "Kazemnejad et al. 2023"
+DAI = "Dai et al. 2019"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One training length's results: `cells[arm][eval length] = (status, mean bits per byte)`."""
+
+    train_length: int
+    cells: dict[str, dict[int, tuple[str, float]]]
+
+    def own(self, arm: str) -> float:
+        """Bits per byte at the training length; NaN if it is not there."""
+        return self._value(arm, self.train_length)
+
+    def ratios(self, arm: str, beyond: float = 1.0) -> dict[int, float]:
+        """Bits per byte over those at the training length, at longer lengths from `beyond` times it on."""
+        lengths = [
+            length for length in self.cells[arm] if length > self.train_length and length >= beyond * self.train_length
+        ]
+        return {length: self._value(arm, length) / self.own(arm) for length in lengths}
+
+    def last(self, arm: str) -> float:
+        """The ratio at the longest length; NaN without a longer length."""
+        ratios = self.ratios(arm)
+        return ratios[max(ratios)] if ratios else math.nan
+
+    def statuses(self, arm: str) -> set[str]:
+        """The statuses of the cells past the training length."""
+        return {status for length, (status, _) in self.cells[arm].items() if length > self.train_length}
+
+    def _value(self, arm: str, length: int) -> float:
+        status, value = self.cells[arm].get(length, ("missing", math.nan))
+        return value if status == "ok" else math.nan
+
+
+Check = Callable[[Seen], tuple[str, bool | None]]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about the arms it names (it is left out where one of them is absent).
+
+    `check` returns what was seen as text, and whether the statement holds (None: the numbers for it are not there).
+    `data` limits a claim to one corpus and tokenizer, as in the `data` column of the rows.
+    """
+
+    statement: str
+    source: str
+    arms: tuple[str, ...]
+    check: Check
+    data: str | None = None
+
+
+def below(limit: float, skip: tuple[str, ...] = ()) -> Check:
+    """Every arm but `skip` is under `limit` bits per byte at its own length."""
+
+    def check(seen: Seen) -> tuple[str, bool | None]:
+        values = {arm: seen.own(arm) for arm in seen.cells if arm not in skip}
+        absent = [arm for arm, value in values.items() if math.isnan(value)]
+        if absent or not values:
+            return f"no number for {', '.join(absent) or 'any arm'}", None
+        worst = max(values, key=lambda arm: values[arm])
+        return f"worst {worst} {values[worst]:.2f}", values[worst] < limit
+
+    return check
+
+
+def ratio_within(arm: str, low: float, high: float = math.inf, beyond: float = 1.0) -> Check:
+    """The arm is `low` to `high` times its own value at all longer lengths from `beyond` times the training length."""
+
+    def check(seen: Seen) -> tuple[str, bool | None]:
+        ratios = list(seen.ratios(arm, beyond).values())
+        if not ratios or any(map(math.isnan, ratios)):
+            return "not there", None
+        least, most = min(ratios), max(ratios)
+        return f"{least:.2f}x to {most:.2f}x", low <= least and most <= high
+
+    return check
+
+
+def order(*arms: str) -> Check:
+    """Growth at the longest length, relative to the arm's own value, increases along `arms`."""
+
+    def check(seen: Seen) -> tuple[str, bool | None]:
+        growth = [seen.last(arm) for arm in arms]
+        if any(map(math.isnan, growth)):
+            return "not there", None
+        text = ", ".join(f"{arm} {value:.2f}x" for arm, value in zip(arms, growth, strict=True))
+        return text, all(a < b for a, b in itertools.pairwise(growth))
+
+    return check
+
+
+def unavailable(arm: str) -> Check:
+    """The arm is n/a at every length past its training length."""
+
+    def check(seen: Seen) -> tuple[str, bool | None]:
+        statuses = seen.statuses(arm)
+        return ", ".join(sorted(statuses)) or "not there", statuses == {"n/a"} if statuses else None
+
+    return check
+
+
+CORPUS = "corpus statistics"
+CLAIMS = (
+    Claim("every arm learns: under a unigram's 4.38 at its own length", CORPUS, (), below(4.38), "sotu/byte"),
+    Claim("all but none: under a bigram's 3.42", CORPUS, (), below(3.42, skip=("none",)), "sotu/byte"),
+    Claim("alibi stays within 5 % of its own", PRESS, ("alibi",), ratio_within("alibi", 0.95, 1.05)),
+    Claim(
+        "sinusoidal: over 1.3x its own from 4x on", PRESS, ("sinusoidal",), ratio_within("sinusoidal", 1.3, beyond=4)
+    ),
+    Claim("rope: over 1.3x its own from 4x on", PRESS, ("rope",), ratio_within("rope", 1.3, beyond=4)),
+    Claim("t5 grows less than rope, alibi less still", PRESS, ("alibi", "t5", "rope"), order("alibi", "t5", "rope")),
+    Claim(
+        "transformer_xl grows less than sinusoidal",
+        DAI,
+        ("transformer_xl", "sinusoidal"),
+        order("transformer_xl", "sinusoidal"),
+    ),
+    Claim("none grows less than rope", KAZEMNEJAD, ("none", "rope"), order("none", "rope")),
+    Claim("learned has no position past its table: n/a", "its definition", ("learned",), unavailable("learned")),
+)
+
+
+def expected(rows: pd.DataFrame, *, claims: tuple[Claim, ...] = CLAIMS) -> str:
+    """The claims whose arms are there, with what was seen (bits per byte, mean over seeds), as markdown.
+
+    Judged on the first of `selections(rows)`, a block of claims per training length. Growth is relative to the arm's
+    own value at its training length. Arms that are there more than once (`variant`) are not judged.
+    """
+    words = {None: "?", True: "yes", False: "no"}
+    lines = [("train length", "expected", "source", "seen", "holds")]
+    for data, seen in _results(rows):
+        for claim in claims:
+            if claim.data in (None, data) and set(claim.arms) <= seen.cells.keys():
+                text, holds = claim.check(seen)
+                lines.append((str(seen.train_length), claim.statement, claim.source, text, words[holds]))
+    if len(lines) == 1:
+        return ""
+    return f"Expected shapes (bits per byte; a difference fails nothing)\n\n{text_grid(lines, left=(1, 2, 3, 4))}\n"
+
+
+def _results(rows: pd.DataFrame) -> list[tuple[str, Seen]]:
+    """What was seen per corpus and training length, of arms that are there once."""
+    choice = selections(rows)[0]._asdict()
+    found = []
+    for data, of_data in select(rows, **choice)[1].groupby("data"):
+        frame: Frame = summary(of_data, **choice)
+        for train_length, group in frame.groupby("train_length"):
+            cells: dict[str, dict[int, tuple[str, float]]] = {}
+            for arm, part in group.groupby("encoding", sort=False):
+                if part.point.nunique() == 1 and part.data_digest.nunique() == 1:
+                    cells[str(arm)] = {int(row.eval_length): (row.status, row.mean) for row in part.itertuples()}
+            found.append((str(data), Seen(int(train_length), cells)))
+    return found

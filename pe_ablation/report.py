@@ -1,0 +1,228 @@
+"""Run records -> tidy rows -> table, curves and what was expected. Nothing is trained or evaluated here.
+
+rows = report.rows("runs")              # a row per run and planned cell
+report.table(rows, protocol="targets")  # training length x encoding against evaluation length
+report.curves(rows, "curves.png")
+"""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from pe_ablation import config as configuration
+from pe_ablation import record
+from pe_ablation.claims import expected
+from pe_ablation.figure import curves, positions
+from pe_ablation.tables import STATUSES, select, selections, summary, table, tables, to_markdown
+
+__all__ = [
+    "COLUMNS", "curves", "expected", "positions", "read_csv", "rows", "select", "selections", "summary", "table",
+    "tables", "to_markdown", "write",
+]  # fmt: skip
+
+NUMBERS = ("nats", "perplexity", "bits_per_byte")
+COLUMNS: dict[Any, Any] = {
+    "point": "str", "encoding": "str", "variant": "str", "train_length": "int64", "eval_length": "int64",
+    "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
+    **dict.fromkeys(NUMBERS, "float64"), "tokens": "Int64", "bytes": "Int64", "documents": "Int64", "status": "str",
+    "parameters": "Int64", "data": "str", "data_digest": "str", "settings": "str", "key": "str", "run": "str",
+}  # fmt: skip
+
+
+def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
+    """Every run below `runs_dir` (or itself a run) against every cell it has or should have: see COLUMNS.
+
+    Planned cells are those of the run's own `eval` fields; cells stored in addition are rows too. `nats` is a mean per
+    scored token, `perplexity` its exponential, both in natural units. `status`: ok | n/a | OOM | diverged | failed |
+    missing; only stored cells have numbers, the others NaN. `settings` is the protocol's own fields as JSON, `run` the
+    directory relative to `runs_dir`. `window_recompute` is the model's own cell at its training length under the same
+    settings, so it is derived, not stored. `variant` names the fields in which arms of one name differ.
+
+    Raises ValueError for a folder that is absent or holds no run, and for two records of one point and seed.
+    """
+    root = Path(runs_dir)
+    runs = _find(root)
+    configs = _with_digests([run.config for run in runs])
+    _check_distinct(runs, configs)
+    records = []
+    for run, config, variant in zip(runs, configs, _variants(configs), strict=True):
+        common = _about(config) | {"variant": variant, "run": run.path.relative_to(root).as_posix()}
+        records += [common | cell for cell in _cells(run, config)]
+    frame = pd.DataFrame(records).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+    frame["ratio"] = frame.eval_length / frame.train_length
+    return frame.sort_values(["train_length", "encoding", "variant", "seed"], kind="stable", ignore_index=True)
+
+
+def write(runs_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> str:
+    """Write rows.csv, table.csv, table.md and curves.png into `out_dir`, and positions.png for `blocks` cells.
+
+    A further protocol, split or settings has a section of its own in table.md and files of its own (table_2.csv,
+    curves_2.png, positions_2.png, ...), in the order of `selections`. Returns the text of table.md. Files are replaced
+    whole; raises ValueError as `rows` does.
+    """
+    frame, out = rows(runs_dir), Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    record.write_atomic(out / "rows.csv", frame.to_csv(index=False, na_rep="NaN").encode())
+    sections = []
+    for at, selection in enumerate(selections(frame), start=1):
+        suffix, choice = "" if at == 1 else f"_{at}", selection._asdict()
+        sections.append(to_markdown(frame, **choice))
+        record.write_atomic(out / f"table{suffix}.csv", tables(frame, **choice).to_csv().encode())
+        _picture(out / f"curves{suffix}.png", partial(curves, frame, **choice))
+        if selection.protocol == "blocks" and (select(frame, **choice)[1].status == "ok").any():
+            _picture(out / f"positions{suffix}.png", partial(positions, frame, runs_dir, **choice))
+    text = "\n".join([*sections, expected(frame)])
+    record.write_atomic(out / "table.md", text.encode())
+    return text
+
+
+def read_csv(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """`rows` as `write` stored them, equal to the last bit; "n/a" and "none" stay text."""
+    floats = [name for name, kind in COLUMNS.items() if kind == "float64"]
+    counts = [name for name, kind in COLUMNS.items() if kind == "Int64"]
+    return pd.read_csv(
+        path,
+        dtype={name: kind for name, kind in COLUMNS.items() if name not in floats},
+        converters={name: float for name in floats},  # pandas' own reader may be off by the last bit
+        keep_default_na=False,
+        na_values={name: ["NaN"] for name in counts},
+    )
+
+
+def _find(root: Path) -> list[record.Run]:
+    try:
+        return record.find(root)
+    except (FileNotFoundError, record.RecordError) as error:
+        raise ValueError(
+            f"{error}; expected a folder that launch or run wrote: POINT/seed_K/ with config.json and evaluation/"
+        ) from error
+
+
+def _about(config: Mapping[str, Any]) -> dict[str, Any]:
+    experiment = config["experiment"]
+    return {
+        "point": config["point"],
+        "encoding": config["arm"],
+        "seed": config["seed"],
+        "train_length": experiment["train"]["length"],
+        "data": f"{experiment['data']['source']}/{experiment['data']['tokenizer']}",
+        "data_digest": config["data_digest"],
+    }
+
+
+def _with_digests(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A run that never read its data gets its point's digest, if there is only one: it counts as missing there."""
+    known: dict[str, set[str]] = {}
+    for config in configs:
+        known.setdefault(config["point"], set()).update(filter(None, [config["data_digest"]]))
+    only = {point: next(iter(digests)) for point, digests in known.items() if len(digests) == 1}
+    return [config | {"data_digest": config["data_digest"] or only.get(config["point"], "")} for config in configs]
+
+
+def _check_distinct(runs: list[record.Run], configs: list[dict[str, Any]]) -> None:
+    seen: dict[tuple, record.Run] = {}
+    for run, config in zip(runs, configs, strict=True):
+        key = (config["point"], config["arm"], config["seed"], config["data_digest"])
+        if key in seen:
+            raise ValueError(
+                f"{seen[key].path} and {run.path} both hold seed {config['seed']} of point {config['point']} "
+                f"({config['arm']}): counted twice they would look like agreement; report on a folder with one of them"
+            )
+        seen[key] = run
+
+
+def _variants(configs: list[dict[str, Any]]) -> list[str]:
+    """For every run, "field=value, ..." where arms of the same name and training length differ; "" where none do."""
+    flat = [_flat(config["experiment"]) | {"data digest": config["data_digest"][:8]} for config in configs]
+    names = [(config["arm"], config["experiment"]["train"]["length"]) for config in configs]
+    variants = []
+    for own, name in zip(flat, names, strict=True):
+        peers = [other for other, theirs in zip(flat, names, strict=True) if theirs == name]
+        differing = [field for field in own if any(peer.get(field) != own[field] for peer in peers)]
+        variants.append(", ".join(f"{field.removeprefix('train.')}={own[field]}" for field in differing))
+    labels = list(zip(names, variants, strict=True))
+    points: dict[tuple, set[str]] = {}
+    for config, each in zip(configs, labels, strict=True):
+        points.setdefault(each, set()).add(config["point"])
+    return [  # points whose fields are the same: the encoding's code differs
+        ", ".join(filter(None, [each[1], config["point"] if len(points[each]) > 1 else ""]))
+        for config, each in zip(configs, labels, strict=True)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields that make a point, by dotted path: neither the seed nor what changes no trained number."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if path in configuration.OUTSIDE_IDENTITY or path == "seed":
+            continue
+        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def _cells(run: record.Run, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A run's stored cells, what it should have besides, and the derived null, each as part of a row."""
+    train, plan = config["experiment"]["train"]["length"], config["experiment"]["eval"]
+    stored = {
+        (cell["protocol"], cell["split"], _settings(cell), cell["null"], cell["length"]): cell for cell in run.cells()
+    }
+    result = run.result() or {}
+    absent = _absent_status(run, result)
+    for protocol, split, settings in _groups(stored, plan):
+        here = {key[3:]: cell for key, cell in stored.items() if key[:3] == (protocol, split, settings)}
+        planned = _planned(plan, train) if (protocol in plan["protocols"] and split == plan["split"]) else []
+        common = {"protocol": protocol, "split": split, "settings": settings, "parameters": result.get("parameters")}
+        lengths = {length for null, length in [*planned, *here] if null == "none"}
+        derived = [("window_recompute", length) for length in lengths if length > train]
+        derived = derived if "window_recompute" in plan["nulls"] else []
+        keys = dict.fromkeys([*planned, *here, *derived])
+        for null, length in sorted(keys, key=lambda key: (key[0] != "none", *key)):
+            source = ("none", train) if null == "window_recompute" else (null, length)
+            numbers = _numbers(here.get(source), absent)
+            yield common | numbers | {"null": null, "eval_length": length}
+
+
+def _groups(stored: Mapping[tuple, Any], plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(protocol, split, settings) of stored cells; a planned protocol without any has the settings ""."""
+    groups = dict.fromkeys(key[:3] for key in stored)
+    scored = {(protocol, split) for protocol, split, _ in groups}
+    bare = [(protocol, plan["split"], "") for protocol in plan["protocols"] if (protocol, plan["split"]) not in scored]
+    return [*groups, *bare]
+
+
+def _planned(plan: Mapping[str, Any], train: int) -> list[tuple[str, int]]:
+    own = [("none", length) for length in plan["lengths"]]
+    masked = [("window_mask", length) for length in plan["lengths"] if length > train]
+    return own + (masked if "window_mask" in plan["nulls"] else [])
+
+
+def _settings(cell: Mapping[str, Any]) -> str:
+    return json.dumps(cell.get("settings") or {}, sort_keys=True, allow_nan=False)
+
+
+def _numbers(cell: Mapping[str, Any] | None, absent: str) -> dict[str, Any]:
+    if cell is None:
+        return {"status": absent, "key": ""}
+    if cell["status"] not in STATUSES:
+        raise ValueError(f"cell {cell['key']}: status {cell['status']!r} is not known; allowed: {', '.join(STATUSES)}")
+    return {name: cell.get(name) for name in ("status", "key", *NUMBERS, "tokens", "bytes", "documents")}
+
+
+def _absent_status(run: record.Run, result: Mapping[str, Any]) -> str:
+    """Why a cell that should be there is not."""
+    if result.get("status") == "diverged":
+        return "diverged"
+    return "failed" if run.status()[0] == "failed" else "missing"
+
+
+def _picture(path: Path, draw: Callable[..., Any]) -> None:
+    buffer = io.BytesIO()
+    draw(path=buffer)
+    record.write_atomic(path, buffer.getvalue())
