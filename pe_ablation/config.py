@@ -131,6 +131,12 @@ class EvalConfig:
     max_documents: int | None = None
     batch_tokens: int = 8192
 
+    def settings(self, protocol: str, train_length: int) -> dict[str, Any]:
+        """What, beside split, length and null, decides which targets a cell of `protocol` scores, in which context."""
+        own = {"blocks": (), "targets": ("last_k", "spacing", "max_windows"), "sliding": ("stride",)}[protocol]
+        longest = max(*self.lengths, train_length)
+        return {"longest": longest} | {name: getattr(self, name) for name in ("max_documents", *own)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:

@@ -112,27 +112,11 @@ def curve(
     experiment = config.read(run.config["experiment"], {f"eval.{name}": value for name, value in asked.items()})
     _Scorer(run, experiment.eval).score()
     rows = report.rows(run.path)
-    wanted = [settings(experiment.eval, protocol, experiment.train.length) for protocol in protocols]
+    wanted = [experiment.eval.settings(protocol, experiment.train.length) for protocol in protocols]
     keep = rows.settings.map(lambda text: bool(text) and json.loads(text) in wanted)
     keep &= rows.split.eq(split) & rows.protocol.isin(protocols) & rows.null.isin(["none", *nulls])
     keep &= rows.eval_length.isin([experiment.train.length, *lengths])
     return rows.loc[keep].reset_index(drop=True)
-
-
-def settings(evaluation: EvalConfig, protocol: str, train_length: int) -> dict[str, Any]:
-    """What, beside split, length and null, decides which targets a cell scores and with which context."""
-    longest = max(*evaluation.lengths, train_length)
-    shared = {"longest": longest, "max_documents": evaluation.max_documents}
-    own = {
-        "blocks": {},
-        "targets": {
-            "last_k": evaluation.last_k,
-            "spacing": evaluation.spacing,
-            "max_windows": evaluation.max_windows,
-        },
-        "sliding": {"stride": evaluation.stride},
-    }
-    return shared | own[protocol]
 
 
 def cell_key(step: int, split: str, protocol: str, length: int, null: str, chosen: dict[str, Any]) -> str:
@@ -241,7 +225,7 @@ class _Scorer:
                     self._cell(protocol, length, "window_mask")
 
     def _cell(self, protocol: str, length: int, null: str) -> None:
-        chosen = settings(self.evaluation, protocol, self.train_length)
+        chosen = self.evaluation.settings(protocol, self.train_length)
         key = cell_key(self.step, self.evaluation.split, protocol, length, null, chosen)
         if key in self.stored:
             return

@@ -4,6 +4,7 @@ Letters in shapes: B batch, T tokens, H heads, D head dim, M model dim, V vocabu
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -126,7 +127,8 @@ class GPTConfig:
 
 
 def _pairs(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(options.items()))
+    """Options as sorted pairs that can be hashed."""
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in sorted(options.items()))
 
 
 def _slot(entry: Any, own: Slot, index: int) -> Slot:
@@ -136,6 +138,8 @@ def _slot(entry: Any, own: Slot, index: int) -> Slot:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"pattern[{index}]: window {window!r} is not a number of tokens; at least 1, or None")
     if isinstance(encoding, Mapping):
+        if "name" not in encoding or not encoding.keys() <= {"name", "options"}:
+            raise ValueError(f"pattern[{index}]: an encoding is a name or {{name, options}}, got {dict(encoding)!r}")
         return Slot(encoding["name"], _pairs(encoding.get("options", {})), window)
     return Slot(encoding, own.options if encoding == own.name else (), window)
 
@@ -246,10 +250,8 @@ class GPT(nnx.Module):
         )
         layer_keys = [keyed(key, f"block_{layer}") for layer in range(config.num_layers)]
         self.blocks = nnx.List(
-            [
-                _stacked(lambda each: Block(config, each), layer_keys[slot :: len(config.slots)])
-                for slot in range(len(config.slots))
-            ]
+            _stacked(functools.partial(Block, config), layer_keys[slot :: len(config.slots)])
+            for slot in range(len(config.slots))
         )
         self.encodings = nnx.List([_layered(config, each, keyed(key, each.name), groups) for each in config.distinct])
         self.norm = _layer_norm(config.model_dim, DTYPES[config.dtype])

@@ -169,42 +169,39 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _cells(run: record.Run, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A run's stored cells, what it should have besides, and the derived null, each as part of a row."""
-    train, plan = config["experiment"]["train"]["length"], config["experiment"]["eval"]
-    stored = {
-        (cell["protocol"], cell["split"], _settings(cell), cell["null"], cell["length"]): cell for cell in run.cells()
-    }
+    experiment = configuration.read(config["experiment"])
+    train, plan = experiment.train.length, experiment.eval
+    stored: dict[tuple[str, str, str], dict[tuple[str, int], Any]] = {}
+    for protocol in plan.protocols:
+        stored[protocol, plan.split, _canonical(plan.settings(protocol, train))] = {}
+    planned = set(stored)
+    for cell in run.cells():
+        group = (cell["protocol"], cell["split"], _canonical(cell["settings"]))
+        stored.setdefault(group, {})[cell["null"], cell["length"]] = cell
     result = run.result() or {}
     absent = _absent_status(run, result)
-    for protocol, split, settings in _groups(stored, plan):
-        here = {key[3:]: cell for key, cell in stored.items() if key[:3] == (protocol, split, settings)}
-        planned = _planned(plan, train) if (protocol in plan["protocols"] and split == plan["split"]) else []
-        common = {"protocol": protocol, "split": split, "settings": settings, "parameters": result.get("parameters")}
-        lengths = {length for null, length in [*planned, *here] if null == "none"}
-        derived = [("window_recompute", length) for length in lengths if length > train]
-        derived = derived if "window_recompute" in plan["nulls"] else []
-        keys = dict.fromkeys([*planned, *here, *derived])
+    for group, here in stored.items():
+        common = dict(zip(("protocol", "split", "settings"), group, strict=True))
+        common["parameters"] = result.get("parameters")
+        keys = {*here, *(_planned(plan, train) if group in planned else ())}
+        lengths = {length for null, length in keys if null == "none" and length > train}
+        keys |= {("window_recompute", length) for length in lengths}
         for null, length in sorted(keys, key=lambda key: (key[0] != "none", *key)):
             source = ("none", train) if null == "window_recompute" else (null, length)
             numbers = _numbers(here.get(source), absent)
             yield common | numbers | {"null": null, "eval_length": length}
 
 
-def _groups(stored: Mapping[tuple, Any], plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(protocol, split, settings) of stored cells; a planned protocol without any has the settings ""."""
-    groups = dict.fromkeys(key[:3] for key in stored)
-    scored = {(protocol, split) for protocol, split, _ in groups}
-    bare = [(protocol, plan["split"], "") for protocol in plan["protocols"] if (protocol, plan["split"]) not in scored]
-    return [*groups, *bare]
+def _planned(plan: configuration.EvalConfig, train: int) -> Iterator[tuple[str, int]]:
+    """(null, length) of every cell that a run's config asks for."""
+    for length in plan.lengths:
+        yield "none", length
+        if length > train and "window_mask" in plan.nulls:
+            yield "window_mask", length
 
 
-def _planned(plan: Mapping[str, Any], train: int) -> list[tuple[str, int]]:
-    own = [("none", length) for length in plan["lengths"]]
-    masked = [("window_mask", length) for length in plan["lengths"] if length > train]
-    return own + (masked if "window_mask" in plan["nulls"] else [])
-
-
-def _settings(cell: Mapping[str, Any]) -> str:
-    return json.dumps(cell.get("settings") or {}, sort_keys=True, allow_nan=False)
+def _canonical(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True, allow_nan=False)
 
 
 def _numbers(cell: Mapping[str, Any] | None, absent: str) -> dict[str, Any]:

@@ -47,8 +47,7 @@ def selections(rows: pd.DataFrame) -> list[Selection]:
     frame: Frame = rows
     found = []
     for (protocol, split), part in frame.groupby(["protocol", "split"]):
-        counts = part[part.settings != ""].groupby("settings").size()
-        for settings, count in counts.items() if len(counts) else [("", 0)]:
+        for settings, count in (part.key != "").groupby(part.settings).sum().items():
             found.append((protocol != "targets", -count, Selection(str(protocol), str(split), str(settings))))
     return [selection for *_, selection in sorted(found)]
 
@@ -56,7 +55,7 @@ def selections(rows: pd.DataFrame) -> list[Selection]:
 def select(
     rows: pd.DataFrame, *, protocol: str, split: str | None = None, settings: str | None = None
 ) -> tuple[Selection, Frame]:
-    """The rows of one selection. Runs with nothing stored (settings "") belong to each, as missing cells.
+    """The rows of one selection.
 
     Raises ValueError if the protocol is absent, or if several splits or settings are there and none is named: numbers
     over different targets never share a table.
@@ -76,7 +75,7 @@ def select(
         raise ValueError(f"protocol {protocol!r} was scored in more than one way; choose one of: {choices}")
     chosen = fits[0]
     keep = (rows.protocol == chosen.protocol) & (rows.split == chosen.split)
-    return chosen, rows[keep & rows.settings.isin((chosen.settings, ""))]
+    return chosen, rows[keep & (rows.settings == chosen.settings)]
 
 
 def summary(
@@ -207,7 +206,7 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
 
 def describe(chosen: Selection) -> str:
     """The protocol in a sentence, with its numbers where the cells recorded them."""
-    known = json.loads(chosen.settings) if chosen.settings else {}
+    known = json.loads(chosen.settings)
     last = f"{known['last_k']} " if "last_k" in known else ""
     spacing = f", {known['spacing']} tokens apart" if "spacing" in known else ""
     stride = f" by {known['stride']} tokens" if "stride" in known else ""

@@ -14,7 +14,6 @@ from pe_ablation.claims import CLAIMS, Seen, order, ratio_within
 from pe_ablation.figure import spread
 
 LENGTHS = (8, 16, 32)
-SETTINGS = {"last_k": 4, "spacing": 8}
 
 
 def plan(
@@ -33,7 +32,7 @@ def plan(
         "encoding": {"name": name},
         "data": {"block": 16},
         "train": {"length": length, "batch_tokens": 64},
-        "eval": {"lengths": lengths, "last_k": 4, "protocols": protocols},
+        "eval": {"lengths": lengths, "last_k": 4, "spacing": 8, "protocols": protocols},
         "seed": seed,
     }
     experiment = config.read(tree, overrides)
@@ -44,11 +43,13 @@ def plan(
 def store(run, length, bits, *, status="ok", null="none", protocol="targets", split="validation", **settings):
     """A cell of `bits` per byte, 2 bytes a token, in 3 documents."""
     nats = 2 * bits * math.log(2)
+    experiment = run.experiment
+    planned = experiment.eval.settings(protocol, experiment.train.length)
     cell = {
         "key": f"{protocol}-{split}-{length}-{null}-{'-'.join(map(str, settings.values()))}",
         "split": split, "protocol": protocol, "length": length, "null": null, "status": status, "nats": nats,
         "perplexity": math.exp(nats) if nats < 709 else math.inf, "bits_per_byte": bits, "tokens": 120, "bytes": 240,
-        "documents": 3, "train_length": run.config["experiment"]["train"]["length"], "settings": SETTINGS | settings,
+        "documents": 3, "train_length": experiment.train.length, "settings": planned | settings,
     }  # fmt: skip
     position = np.arange(length)
     sums = {
@@ -430,3 +431,20 @@ def test_expected_says_what_was_seen_and_leaves_out_absent_arms(tmp_path):
 def test_claims_about_a_corpus_are_left_out_on_another(tmp_path):
     finished(tmp_path, overrides={"data.source": "text", "data.text.file": "a.txt"})
     assert "unigram" not in report.expected(read(tmp_path))
+
+
+def test_lengths_scored_in_addition_make_no_planned_cell_missing(tmp_path):
+    run = finished(tmp_path)
+    store(run, 8, 2.1, longest=64)
+    store(run, 64, 4.0, longest=64)
+    found = read(tmp_path)
+    added = found[found.settings.str.contains('"longest": 64')]
+    assert set(zip(added.null, added.eval_length, strict=True)) == {
+        ("none", 8), ("none", 64), ("window_recompute", 64)
+    }  # fmt: skip
+    assert (found.status == "ok").all()
+
+
+def test_a_sweep_without_any_result_is_a_table_of_missing_cells(tmp_path):
+    plan(tmp_path)
+    assert (report.table(read(tmp_path)) == "-").to_numpy().all()

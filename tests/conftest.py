@@ -1,0 +1,24 @@
+"""Fixtures that several test files ask for by name."""
+
+import jax
+import pytest
+
+FLAG = "jax_disable_most_optimizations"
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Hundreds of tiny programs: compiling them is all the time there is, so compile them with little optimisation."""
+    before = jax.config.read(FLAG)
+    jax.config.update(FLAG, True)
+    yield
+    jax.config.update(FLAG, before)
+
+
+@pytest.fixture
+def usual_compilation():
+    """What users get, for a test of compiled programs in a file that asks for the quick kind."""
+    before = jax.config.read(FLAG)
+    jax.config.update(FLAG, False)
+    yield
+    jax.config.update(FLAG, before)

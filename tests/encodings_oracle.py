@@ -1,0 +1,165 @@
+"""Positional encodings and causal attention in plain float64 numpy: loops over queries and keys, from the formulas.
+
+Imports nothing of the package. A `Formula` is what one encoding does to a token at the input (`embed`) and to the
+scaled logit of one head for one query and one key (`logit`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Parameters = Mapping[str, np.ndarray]
+
+
+class Formula(NamedTuple):
+    """embed(x [M], p) -> [M]; logit(q [D], k [D], i, j, head) -> scaled float."""
+
+    embed: Callable[[np.ndarray, int], np.ndarray]
+    logit: Callable[[np.ndarray, np.ndarray, int, int, int], float]
+
+
+def sinusoid(position: int, channels: int, interleaved: bool = True) -> np.ndarray:
+    """[channels]: sin and cos of position / 10000^(2k/channels)."""
+    out = np.zeros(channels)
+    for k in range(channels // 2):
+        angle = position / 10_000.0 ** (2 * k / channels)
+        sin, cos = (2 * k, 2 * k + 1) if interleaved else (k, channels // 2 + k)
+        out[sin], out[cos] = math.sin(angle), math.cos(angle)
+    return out
+
+
+def rotated(
+    x: np.ndarray,
+    position: int,
+    base: float = 10_000.0,
+    fraction: float = 1.0,
+    interleaved: bool = False,
+):
+    """x [D] with each pair of its first fraction * D dims turned by its own angle."""
+    dims = round(fraction * len(x))
+    out = np.array(x, np.float64)
+    for k in range(dims // 2):
+        angle = position * base ** (-2 * k / dims)
+        a, b = (2 * k, 2 * k + 1) if interleaved else (k, k + dims // 2)
+        out[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
+        out[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
+    return out
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The reference recipe: a geometric series for a power of two, else that of the power below and every other one of
+    the power above."""
+    if heads & (heads - 1) == 0:
+        return [2.0 ** (-8.0 * h / heads) for h in range(1, heads + 1)]
+    below = 1 << (heads.bit_length() - 1)
+    return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: heads - below]
+
+
+def t5_bucket(distance: int, num_buckets: int = 32, max_distance: int = 128) -> int:
+    """Causal bucket of one distance >= 0."""
+    exact = num_buckets // 2
+    if distance < exact:
+        return distance
+    share = math.log(distance / exact) / math.log(max_distance / exact)
+    return min(exact + int(share * (num_buckets - exact)), num_buckets - 1)
+
+
+def _dot(q: np.ndarray, k: np.ndarray) -> float:
+    return float(q @ k) / math.sqrt(len(q))
+
+
+def _unchanged(x: np.ndarray, position: int) -> np.ndarray:
+    return x
+
+
+def _plain(q, k, i, j, head) -> float:
+    return _dot(q, k)
+
+
+def none(parameters: Parameters) -> Formula:
+    return Formula(_unchanged, _plain)
+
+
+def sinusoidal(parameters: Parameters, scale: float = 1.0, interleaved: bool = True) -> Formula:
+    return Formula(lambda x, p: x + scale * sinusoid(p, len(x), interleaved), _plain)
+
+
+def learned(parameters: Parameters, rows: int | None = None) -> Formula:
+    return Formula(lambda x, p: x + parameters["table"][p], _plain)
+
+
+def rope(parameters: Parameters, **options: Any) -> Formula:
+    return Formula(
+        _unchanged,
+        lambda q, k, i, j, head: _dot(rotated(q, i, **options), rotated(k, j, **options)),
+    )
+
+
+def alibi(parameters: Parameters, heads: int = 2) -> Formula:
+    slopes = alibi_slopes(heads)
+    return Formula(_unchanged, lambda q, k, i, j, head: _dot(q, k) - slopes[head] * (i - j))
+
+
+def t5(parameters: Parameters, num_buckets: int = 32, max_distance: int = 128) -> Formula:
+    table = parameters["table"]
+    return Formula(
+        _unchanged,
+        lambda q, k, i, j, head: _dot(q, k) + table[t5_bucket(i - j, num_buckets, max_distance), head],
+    )
+
+
+def transformer_xl(parameters: Parameters, clamp: int | None = None) -> Formula:
+    u, v, projection = parameters["u"], parameters["v"], parameters["projection"]
+
+    def logit(q, k, i, j, head):
+        far = i - j if clamp is None else min(i - j, clamp)
+        relative = sinusoid(far, len(projection), interleaved=False) @ projection[:, head]
+        return _dot(q + u[head], k) + _dot(q + v[head], relative)
+
+    return Formula(_unchanged, logit)
+
+
+FORMULAS = {
+    "none": none,
+    "sinusoidal": sinusoidal,
+    "learned": learned,
+    "rope": rope,
+    "alibi": alibi,
+    "t5": t5,
+    "transformer_xl": transformer_xl,
+}
+
+
+def visible(i: int, j: int, window: int | None = None) -> bool:
+    """Whether a query at i sees a key at j: both real, the key not later, and among the last `window` keys."""
+    return i >= 0 and j >= 0 and j <= i and (window is None or i - j < window)
+
+
+def logits(formula: Formula, q, k, query_positions, key_positions, window: int | None = None) -> np.ndarray:
+    """q [B,T,H,D], k [B,S,H,D], positions [B,T] and [B,S] -> [B,H,T,S], -inf where a key is not seen."""
+    batch, queries, heads, _ = q.shape
+    out = np.full((batch, heads, queries, k.shape[1]), -np.inf)
+    for b, h, t, s in np.ndindex(out.shape):
+        i, j = int(query_positions[b, t]), int(key_positions[b, s])
+        if visible(i, j, window):
+            out[b, h, t, s] = formula.logit(q[b, t, h], k[b, s, h], i, j, h)
+    return out
+
+
+def softmax(row: np.ndarray) -> np.ndarray:
+    """Softmax of one row with -inf in it; zeros where all of it is -inf."""
+    if not np.isfinite(row).any():
+        return np.zeros_like(row)
+    weights = np.exp(row - row.max())
+    return weights / weights.sum()
+
+
+def attention(scores: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """scores [B,H,T,S], v [B,S,H,D] -> [B,T,H,D]."""
+    batch, heads, queries, _ = scores.shape
+    out = np.zeros((batch, queries, heads, v.shape[-1]))
+    for b, h, t in np.ndindex(batch, heads, queries):
+        out[b, t, h] = softmax(scores[b, h, t]) @ v[b, :, h]
+    return out
