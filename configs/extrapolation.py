@@ -11,8 +11,8 @@ import ml_collections
 
 LENGTH = 64
 
-# Token embeddings start at a deviation of 0.02 and reach about 0.1 for common bytes in a `quick` run; a sinusoid of this
-# amplitude (root mean square 0.07, as a learned table has at the end) neither drowns them nor drowns in them.
+# Token embeddings start at a deviation of 0.02 and reach about 0.1 for common bytes in a `quick` run; a sinusoid of
+# this amplitude (root mean square 0.07, as a learned table has at the end) neither drowns them nor drowns in them.
 MATCHED_SCALE = 0.1
 
 

@@ -87,7 +87,7 @@ class Checkpoints:
 
 def load_parts(directory: Path, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Some fields of a saved state (`params`, ...), each shaped as its value in `like`, without reading the rest."""
-    path = directory.absolute() / str(step)
+    path: Any = directory.absolute() / str(step)
     abstract = jax.tree.map(_on_device, named(dict(like)))
     found = ocp.metadata(path, checkpointable_name="state").metadata
     _refuse_other(str(path), {name: each for name, each in found.items() if name.split("/")[0] in like}, abstract)

@@ -181,8 +181,8 @@ def _cells(run: record.Run, config: Mapping[str, Any]) -> Iterator[dict[str, Any
     result = run.result() or {}
     absent = _absent_status(run, result)
     for group, here in stored.items():
-        common = dict(zip(("protocol", "split", "settings"), group, strict=True))
-        common["parameters"] = result.get("parameters")
+        protocol, split, settings = group
+        common = {"protocol": protocol, "split": split, "settings": settings, "parameters": result.get("parameters")}
         keys = {*here, *(_planned(plan, train) if group in planned else ())}
         lengths = {length for null, length in keys if null == "none" and length > train}
         keys |= {("window_recompute", length) for length in lengths}

@@ -7,6 +7,7 @@ checkpoint step, record this one too, then save {state, data iterator}. Nothing 
 seed and step, batches of seed and position. So a resumed run repeats an uninterrupted one bit for bit on one machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -127,7 +128,7 @@ def train_step(
         return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
 
     grads, metrics = accumulate(loss_sums, state.params, (jnp.arange(windows.shape[0]), windows))
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     alive = state.alive & jnp.isfinite(metrics["nats"]) & jnp.isfinite(norm)
     moved = (optax.apply_updates(state.params, updates), optimizer_state)
@@ -196,12 +197,9 @@ class _Fit:
         )
 
     def run(self) -> list[dict[str, Any]]:
-        checkpoints = [Checkpoints(run.path / "checkpoints") for run in self.runs]
-        try:
+        with contextlib.ExitStack() as opened:
+            checkpoints = [opened.enter_context(Checkpoints(run.path / "checkpoints")) for run in self.runs]
             state = self._loop(checkpoints, *self._restore(checkpoints))
-        finally:
-            for each in checkpoints:
-                each.close()
         return self._summaries(state)
 
     def _restore(self, checkpoints: list[Checkpoints]) -> tuple[TrainState, int]:
@@ -216,7 +214,8 @@ class _Fit:
             for batches, (_, saved) in zip(self.batches, restored, strict=True):
                 batches.set_state(saved)
         else:
-            state = self.init(seeds)
+            # On a device by name, as a restored state is: both are stepped by one compiled program.
+            state = jax.device_put(self.init(seeds), jax.local_devices()[0])
         for run in self.runs:
             run.truncate("metrics", start)
             run.truncate("timing", start)
@@ -237,6 +236,8 @@ class _Fit:
         seeds = jnp.asarray(self.seeds, jnp.uint32)
         waiting: tuple[int, Any] | None = None
         for step in range(start + 1, train.steps + 1):
+            if waiting is None and not bool(jnp.any(state.alive)):  # asked at the start and after checkpoints
+                break
             state, metrics = self.step(state, self._next(), seeds)
             if waiting is not None:
                 log.write(*waiting)
@@ -245,8 +246,6 @@ class _Fit:
                 log.write(*waiting)
                 waiting = None
                 self._save(checkpoints, step, state)
-                if not bool(jnp.any(state.alive)):
-                    break
         return state
 
     def _next(self) -> np.ndarray:
@@ -255,6 +254,8 @@ class _Fit:
         return windows.reshape(len(self.seeds), self.experiment.train.accumulation, -1, windows.shape[-1])
 
     def _save(self, checkpoints: list[Checkpoints], step: int, state: TrainState) -> None:
+        for each in checkpoints:  # all, before any goes on: seeds stay less than two saves apart and share a step
+            each.wait()
         for row, (each, batches) in enumerate(zip(checkpoints, self.batches, strict=True)):
             each.save(step, jax.tree.map(lambda x, row=row: x[row], state), batches.get_state())
 
@@ -262,7 +263,6 @@ class _Fit:
         train = self.experiment.train
         heads, windows = self.config.num_heads, train.batch_tokens // train.length // train.accumulation
         shared = {
-            "tokens": train.steps * train.batch_tokens,
             "parameters": sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(state.params)),
             "attention": attention.chosen(self.config.implementation, windows, heads, train.length, train.length),
             "devices": jax.device_count(),
@@ -271,8 +271,14 @@ class _Fit:
         }
         rows = [run.rows("metrics") for run in self.runs]
         return [
-            {"status": "ok" if alive else "diverged", "steps": int(step), **shared, "last": own[-1] if own else None}
-            for alive, step, own in zip(state.alive.tolist(), state.step, rows, strict=True)
+            {
+                "status": "ok" if alive else "diverged",
+                "steps": step,
+                "tokens": step * train.batch_tokens,
+                **shared,
+                "last": own[-1] if own else None,
+            }
+            for alive, step, own in zip(state.alive.tolist(), state.step.tolist(), rows, strict=True)
         ]
 
 
@@ -296,7 +302,8 @@ class _Log:
                 run.append("metrics", [self._row(step, {name: float(each[row]) for name, each in values.items()})])
         if due:
             self._time(step)
-            self.progress.update(step, float(np.nanmean(values["nats"] / values["tokens"])))
+            losses = (values["nats"] / values["tokens"])[alive]
+            self.progress.update(step, float(losses.mean()) if losses.size else math.nan)
 
     def _row(self, step: int, sums: dict[str, float]) -> dict[str, Any]:
         nats = sums["nats"] / sums["tokens"]
