@@ -373,7 +373,8 @@ def _checked(experiment: Experiment) -> Experiment:
     try:
         experiment.gpt(vocab_size=258)
     except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
+        place = "" if str(error).startswith("encoding.") else "model."
+        raise ConfigError(f"{place}{error}") from None
     return experiment
 
 
@@ -399,6 +400,10 @@ def _check_ranges(experiment: Experiment) -> None:
     for path, (value, low) in at_least.items():
         if not low <= value < math.inf:
             raise ConfigError(f"{path}: {value} is out of range; at least {low}, and finite")
+    if train.clip_norm == 0:
+        raise ConfigError("train.clip_norm: 0.0 leaves no gradient; the largest norm that is left alone, above 0")
+    if experiment.seed >= 2**32:
+        raise ConfigError(f"seed: {experiment.seed} is out of range; below 2^32")
     below_one = {"train.beta1": train.beta1, "train.beta2": train.beta2}
     for path, value in below_one.items():
         if not 0 <= value < 1:

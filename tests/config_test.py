@@ -250,6 +250,8 @@ def test_unknown_fields_are_refused_with_what_is_allowed(path, message):
         ("eval.lengths", (64, 0), "eval.lengths[1]: 0"),
         ("eval.last_k", 65, "shortest evaluation length 64"),
         ("seed", -1, "seed"),
+        ("seed", 2**32, "seed"),
+        ("train.clip_norm", 0.0, "train.clip_norm"),
     ],
 )
 def test_values_out_of_range_are_refused_with_both_sides(path, value, message):
