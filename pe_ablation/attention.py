@@ -15,7 +15,7 @@ from pe_ablation.encodings.base import Encoding, Scores, Tokens, distance
 
 IMPLEMENTATIONS = ("auto", "dense", "blockwise")
 BLOCK = 128  # queries per tile of `blockwise`
-DENSE_LIMIT = 2**24  # B*H*T*S scores past which `auto` takes `blockwise`
+DENSE_LIMIT = 2**21  # B*H*T*S scores past which `auto` takes `blockwise`: past the caches, dense is the slower one
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["window"], meta_fields=["causal", "segments"])

@@ -129,7 +129,7 @@ class EvalConfig:
     stride: int = 64
     max_windows: int | None = None
     max_documents: int | None = None
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
 
     def settings(self, protocol: str, train_length: int) -> dict[str, Any]:
         """What, beside split, length and null, decides which targets a cell of `protocol` scores, in which context."""

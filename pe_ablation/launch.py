@@ -23,6 +23,8 @@ from pe_ablation.sweep import Point
 
 STATES: tuple[State, ...] = ("done", "running", "failed", "missing")
 COMMAND = (sys.executable, "-m", "pe_ablation", "run", "--point")
+# glibc keeps freed arrays instead of returning them to the kernel each step: a sixth more training steps on CPU.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 INTERRUPTED = 130
 SECONDS_TO_STOP = 10.0
 
@@ -124,7 +126,8 @@ def _run_child(runs: Sequence[Run], command: Sequence[str]) -> None:
     for run in runs:
         run.forget_error()
     # The child ends with us, even if we are killed: it watches for the end of its input (`child`).
-    with subprocess.Popen([*command, *(str(run.path) for run in runs)], stdin=subprocess.PIPE) as child:
+    arguments = [*command, *(str(run.path) for run in runs)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, env={**KEEP_MEMORY, **os.environ}) as child:
         try:
             end = _describe(child.wait())
         except KeyboardInterrupt:

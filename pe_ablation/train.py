@@ -13,7 +13,7 @@ import functools
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,13 @@ def fit_seeds(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> li
     return _Fit(experiment, [each.seed for each in experiments], [Run(Path(path)) for path in run_dirs]).run()
 
 
+def _over_seeds(step: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`step` over a leading axis of `count` seeds; one seed alone is not batched, which costs a fifth on CPU."""
+    if count > 1:
+        return jax.vmap(step)
+    return lambda *args: jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
+
+
 class _Fit:
     """The loop's parts: model, optimizer, batches, records. R seeds ride on the leading axis of everything."""
 
@@ -182,7 +189,7 @@ class _Fit:
         self.batches = [self._batches(seed) for seed in seeds]
         graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0))))
         step = functools.partial(train_step, graph, self.optimizer, self.tokenizer)
-        self.step = jax.jit(jax.vmap(step), donate_argnums=0)
+        self.step = jax.jit(_over_seeds(step, len(seeds)), donate_argnums=0)
         self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
 
     def _batches(self, seed: int) -> data.Batches:

@@ -66,7 +66,7 @@ FIELDS = {
     "eval.stride": (64, 32),
     "eval.max_windows": (None, 4),
     "eval.max_documents": (None, 2),
-    "eval.batch_tokens": (8192, 1024),
+    "eval.batch_tokens": (4096, 1024),
     "seed": (0, 1),
     "label": ("", "mine"),
 }

@@ -551,7 +551,7 @@ REFUSED = [
     ("sinusoidal", (2, 3, 7, L), {}, ["model_dim", "7"]),
     ("transformer_xl", (1, 7, 7, L), {}, ["model_dim", "7"]),
     ("transformer_xl", (H, D, M, L), {"clamp": 0}, ["encoding.options.clamp", "0"]),
-    ("rope", (2, 7, 14, L), {}, ["encoding.options.fraction", "head_dim 7"]),
+    ("rope", (2, 7, 14, L), {}, ["model_dim", "head_dim 7", "odd"]),
     ("rope", (H, D, M, L), {"fraction": 0.3}, ["encoding.options.fraction", "0.3"]),
     ("rope", (H, D, M, L), {"fraction": 1.5}, ["encoding.options.fraction", "1.5"]),
     ("rope", (H, D, M, L), {"fraction": 0.0}, ["encoding.options.fraction", "0.0"]),

@@ -29,7 +29,9 @@ class RoPE(Encoding):
     ):
         del rngs
         if sizes.head_dim % 2:
-            raise ValueError(f"model_dim: makes head_dim {sizes.head_dim}, which is odd; a rotation turns pairs of dims")
+            raise ValueError(
+                f"model_dim: makes head_dim {sizes.head_dim}, which is odd; a rotation turns pairs of dims"
+            )
         dims = fraction * sizes.head_dim
         if not 0 < fraction <= 1 or dims != int(dims) or int(dims) % 2:
             raise ValueError(
