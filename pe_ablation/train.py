@@ -173,7 +173,11 @@ def _over_seeds(step: Callable[..., Any], count: int) -> Callable[..., Any]:
     """`step` over a leading axis of `count` seeds; one seed alone is not batched, which costs a fifth on CPU."""
     if count > 1:
         return jax.vmap(step)
-    return lambda *args: jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
+
+    def train_step(*args):
+        return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
+
+    return train_step
 
 
 class _Fit:

@@ -127,8 +127,8 @@ def test_what_attention_lacks_is_refused_by_name():
 
 
 def test_auto_takes_blockwise_past_the_limit():
-    assert chosen("auto", 1, 1, 4096, 4096) == "dense"
-    assert chosen("auto", 1, 2, 4096, 4096) == "blockwise"
+    assert chosen("auto", 2, 1, 1024, 1024) == "dense"
+    assert chosen("auto", 2, 2, 1024, 1024) == "blockwise"
     assert chosen("dense", 9, 9, 4096, 4096) == "dense" and chosen("blockwise", 1, 1, 1, 1) == "blockwise"
 
 
