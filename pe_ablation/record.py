@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pe_ablation import config
+from pe_ablation import atomic, config
 from pe_ablation.config import Experiment
 
 FORMAT = 1
@@ -90,21 +90,8 @@ def _decoded(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step: a reader sees all of the old or of the new, even if we are killed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _write_json(path: Path, value: Any) -> None:
-    write_atomic(path, (dumps(value, indent=1) + "\n").encode())
+    atomic.write(path, [(dumps(value, indent=1) + "\n").encode()])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -260,7 +247,7 @@ class Run:
         """Keep the rows with row["step"] <= step: what a resume from the checkpoint of `step` continues."""
         if self._log(kind).exists():
             kept = [row for row in self.rows(kind) if row["step"] <= step]
-            write_atomic(self._log(kind), "".join(dumps(row) + "\n" for row in kept).encode())
+            atomic.write(self._log(kind), ["".join(dumps(row) + "\n" for row in kept).encode()])
 
     def _log(self, kind: Kind) -> Path:
         if kind not in ("metrics", "timing"):
@@ -277,7 +264,7 @@ class Run:
         buffer = io.BytesIO()
         named: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
         np.savez_compressed(buffer, **named)
-        write_atomic(path.with_name(path.name + ".npz"), buffer.getvalue())
+        atomic.write(path.with_name(path.name + ".npz"), [buffer.getvalue()])
         _write_json(path.with_name(path.name + ".json"), cell)
 
     def cells(self) -> list[dict[str, Any]]:

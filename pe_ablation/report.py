@@ -15,8 +15,8 @@ from typing import Any
 
 import pandas as pd
 
+from pe_ablation import atomic, record
 from pe_ablation import config as configuration
-from pe_ablation import record
 from pe_ablation.claims import expected
 from pe_ablation.figure import curves, positions
 from pe_ablation.tables import STATUSES, select, selections, summary, table, tables, to_markdown
@@ -68,17 +68,17 @@ def write(runs_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> 
     """
     frame, out = rows(runs_dir), Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    record.write_atomic(out / "rows.csv", frame.to_csv(index=False, na_rep="NaN").encode())
+    atomic.write(out / "rows.csv", [frame.to_csv(index=False, na_rep="NaN").encode()])
     sections = []
     for at, selection in enumerate(selections(frame), start=1):
         suffix, choice = "" if at == 1 else f"_{at}", selection._asdict()
         sections.append(to_markdown(frame, **choice))
-        record.write_atomic(out / f"table{suffix}.csv", tables(frame, **choice).to_csv().encode())
+        atomic.write(out / f"table{suffix}.csv", [tables(frame, **choice).to_csv().encode()])
         _picture(out / f"curves{suffix}.png", partial(curves, frame, **choice))
         if selection.protocol == "blocks" and (select(frame, **choice)[1].status == "ok").any():
             _picture(out / f"positions{suffix}.png", partial(positions, frame, runs_dir, **choice))
     text = "\n".join([*sections, expected(frame)])
-    record.write_atomic(out / "table.md", text.encode())
+    atomic.write(out / "table.md", [text.encode()])
     return text
 
 
@@ -222,4 +222,4 @@ def _absent_status(run: record.Run, result: Mapping[str, Any]) -> str:
 def _picture(path: Path, draw: Callable[..., Any]) -> None:
     buffer = io.BytesIO()
     draw(path=buffer)
-    record.write_atomic(path, buffer.getvalue())
+    atomic.write(path, [buffer.getvalue()])

@@ -147,7 +147,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     def full(_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(tokens.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="disk full"):
         sample(bos="none").write(tmp_path / "x")
     assert [each.name for each in tmp_path.iterdir()] == ["x"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_ablation import config, record
+from pe_ablation import atomic, config, record
 from pe_ablation.record import RecordError, Run
 
 EXPERIMENT = config.read({"encoding": {"name": "rope", "options": {"base": 500.0}}, "seed": 3})
@@ -70,10 +70,10 @@ def test_torn_and_lax_json_is_refused(text):
 
 def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
-    record.write_atomic(path, b"old")
+    atomic.write(path, [b"old"])
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        record.write_atomic(path, b"new")
+        atomic.write(path, [b"new"])
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 

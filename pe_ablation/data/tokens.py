@@ -6,8 +6,6 @@ zeros up to a multiple of 64 bytes, `starts` (int64), ids (uint16 where the voca
 
 import functools
 import json
-import os
-import uuid
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pe_ablation import atomic
 from pe_ablation.config import ConfigError
 from pe_ablation.data.documents import Document
 from pe_ablation.data.tokenizers import Tokenizer
@@ -102,7 +101,8 @@ class TokenFile:
             ids.tobytes(),
         ]
         crc = functools.reduce(lambda value, part: zlib.crc32(part, value), rest, 0)
-        _write_atomic(path, [_MAGIC, crc.to_bytes(8, "little"), *rest])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write(path, [_MAGIC, crc.to_bytes(8, "little"), *rest])
 
     @classmethod
     def read(cls, path: Path, tokenizer: Tokenizer, digest: str | None = None) -> "TokenFile":
@@ -125,19 +125,6 @@ def _dtype(vocab_size: int) -> np.dtype:
 def _body_offset(header_length: int) -> int:
     end = 24 + header_length
     return end + -end % _ALIGNMENT
-
-
-def _write_atomic(path: Path, parts: Sequence[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(scratch, "xb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _mapped(path: Path) -> tuple[dict[str, Any], np.ndarray]:
