@@ -41,27 +41,32 @@ def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
     )
 
 
-def arm(name: str, label: str = "", *, embed_scale: str = "1", **options) -> dict:
+def arm(name: str, label: str = "", *, length: int = LENGTH, embed_scale: str = "1", **options) -> dict:
     """One encoding with its options as an overlay; `label` names it in tables where the encoding's name doesn't."""
     return {
         "encoding.name": name,
         "encoding.options": options,
         "model.embed_scale": embed_scale,
         "label": label,
-        "train.length": LENGTH,
+        "train.length": length,
     }
 
 
-def sweep(arg: str = "quick"):
+def seven(length: int):
     """The seven encodings, each as an ablation would enter it; T5's last bucket lies inside the training length."""
+    yield arm("none", length=length)
+    yield arm("sinusoidal", length=length, scale=MATCHED_SCALE)
+    yield arm("learned", length=length)
+    yield arm("rope", length=length)
+    yield arm("alibi", length=length)
+    yield arm("t5", length=length, max_distance=min(128, length))
+    yield arm("transformer_xl", length=length)
+
+
+def sweep(arg: str = "quick"):
+    """The seven encodings at the training length."""
     del arg
-    yield arm("none")
-    yield arm("sinusoidal", scale=MATCHED_SCALE)
-    yield arm("learned")
-    yield arm("rope")
-    yield arm("alibi")
-    yield arm("t5", max_distance=min(128, LENGTH))
-    yield arm("transformer_xl")
+    yield from seven(LENGTH)
 
 
 def sweep_arms(arg: str = "quick"):
@@ -69,6 +74,13 @@ def sweep_arms(arg: str = "quick"):
     yield from sweep(arg)
     yield arm("sinusoidal", "sinusoidal_vaswani", embed_scale="sqrt_d", scale=1.0)
     yield arm("t5", "t5_128", max_distance=128)
+
+
+def sweep_lengths(arg: str = "quick"):
+    """The seven encodings at half the training length and at the whole, on the same tokens."""
+    del arg
+    for length in (LENGTH // 2, LENGTH):
+        yield from seven(length)
 
 
 def sweep_seeds(arg: str = "quick"):

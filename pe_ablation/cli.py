@@ -180,7 +180,7 @@ def _encodings(args: argparse.Namespace) -> int:
 
     for name in encodings.names():
         about = encodings.find(name).about
-        options = ", ".join(encodings.option_types(name)) or "none"
+        options = ", ".join(f"{option}={value}" for option, value in encodings.option_defaults(name).items()) or "none"
         described = (("formula", about.formula), ("source", about.source), ("parameters", about.parameters))
         lines = (*described, ("options", options), ("beyond", about.beyond))
         print("\n".join([name, *(f"  {title:<11} {text}" for title, text in lines)]))

@@ -299,7 +299,6 @@ class _Log:
     def __init__(self, runs: list[Run], rate: optax.Schedule, train: TrainConfig, progress: Progress, start: int):
         self.runs, self.rate, self.train, self.progress = runs, rate, train, progress
         self.since, self.began = start, time.monotonic()
-        self.diverged = [False] * len(runs)
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Record one step, where it is due: each `log_every`, the last, and the one at which a seed diverges."""

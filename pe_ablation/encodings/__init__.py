@@ -29,6 +29,7 @@ __all__ = [
     "instances",
     "make",
     "names",
+    "option_defaults",
     "option_types",
     "resolved_options",
     "source_digest",
@@ -102,9 +103,14 @@ def option_types(name: str) -> dict[str, Any]:
     return {option: hints.get(option, Any) for option in _options(cls)}
 
 
+def option_defaults(name: str) -> dict[str, Any]:
+    """Option name -> default."""
+    return {option: parameter.default for option, parameter in _options(find(name)).items()}
+
+
 def resolved_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from the class's defaults."""
-    defaults = {option: parameter.default for option, parameter in _options(find(name)).items()}
+    defaults = option_defaults(name)
     return {option: value for option, value in options.items() if value != defaults.get(option)}
 
 
