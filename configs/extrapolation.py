@@ -15,7 +15,8 @@
     transformer_xl  2.08  2.08  2.08  2.08
 
 Sweeps: the plain one is the seven encodings; `arms` adds `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M)) and
-`t5_128` (buckets past the training length, which never train); `seeds` has three seeds each; `lengths` two training lengths.
+`t5_128` (buckets past the training length, which never train); `seeds` has three seeds each; `lengths` has two training
+lengths.
 """
 
 import ml_collections
