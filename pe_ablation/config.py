@@ -134,8 +134,12 @@ class EvalConfig:
     def settings(self, protocol: str, train_length: int) -> dict[str, Any]:
         """What, beside split, length and null, decides which targets a cell of `protocol` scores, in which context."""
         own = {"blocks": (), "targets": ("last_k", "spacing", "max_windows"), "sliding": ("stride",)}[protocol]
-        longest = max(*self.lengths, train_length)
-        return {"longest": longest} | {name: getattr(self, name) for name in ("max_documents", *own)}
+        shared = {"longest": self.longest(train_length)}
+        return shared | {name: getattr(self, name) for name in ("max_documents", *own)}
+
+    def longest(self, train_length: int) -> int:
+        """The longest length that is scored; the training length always is."""
+        return max(*self.lengths, train_length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,7 +127,7 @@ def cell_key(step: int, split: str, protocol: str, length: int, null: str, chose
 
 def _documents(evaluation: EvalConfig, train_length: int, tokens: data.TokenFile) -> list[int]:
     """Indices of the documents that every length is scored on."""
-    longest = max(*evaluation.lengths, train_length)
+    longest = evaluation.longest(train_length)
     sizes = np.diff(tokens.starts)
     chosen = np.flatnonzero(sizes > longest)
     if not len(chosen):
@@ -262,7 +262,7 @@ class _Scorer:
             return blocks(sizes, length)
         if protocol == "sliding":
             return sliding(sizes, length, evaluation.stride)
-        longest = max(*evaluation.lengths, self.train_length)
+        longest = evaluation.longest(self.train_length)
         found = targets(sizes, length, longest=longest, spacing=evaluation.spacing, last_k=evaluation.last_k)
         return found[_evenly(np.arange(len(found)), evaluation.max_windows)]
 
