@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 FIELD = "--config."
+EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
+    "lengths": "64,128",
+    "protocols": "targets,blocks",
+    "split": "validation or test",
+    "last_k": "32",
+    "stride": "64",
+    "max_windows": "256",
+    "batch_tokens": "4096",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = _command(commands, "evaluate", _evaluate, "score finished runs elsewhere; nothing is trained")
     evaluate.add_argument("runs", metavar="RUNS")
-    for name, help_text in (("lengths", "64,128"), ("protocols", "targets,blocks"), ("split", "validation or test")):
+    for name, help_text in EVALUATE.items():
         evaluate.add_argument(f"--{name}", help=f"{help_text} (default: the run's own)")
 
     report = _command(commands, "report", _report, "tables and curves from run records")
@@ -147,22 +156,20 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from pe_ablation import config, evaluate, record
+    from pe_ablation import checkpoint, config, evaluate, record
 
-    chosen = {name: getattr(args, name) for name in ("lengths", "protocols", "split")}
+    chosen = {name: getattr(args, name) for name in EVALUATE}
     overrides = _overrides({f"eval.{name}": text for name, text in chosen.items() if text is not None})
     left_out = 0
     for run in record.find(args.runs):
-        if run.result() is None:
-            print(f"{run.path}: not trained, left out", file=sys.stderr)
+        try:
+            asked = config.read(run.config["experiment"], overrides)
+            evaluate.check(asked)
+            frame = evaluate.score(run.path, overrides)
+        except (record.RecordError, evaluate.EvaluationError, checkpoint.CheckpointError) as error:
+            print(f"{error}; left out", file=sys.stderr)
             left_out += 1
             continue
-        asked = config.read(config.to_dict(run.experiment), overrides)
-        evaluate.check(asked)
-        settings = asked.eval
-        frame = evaluate.curve(
-            run.path, settings.lengths, split=settings.split, protocols=settings.protocols, nulls=settings.nulls
-        )
         columns = ["encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status"]
         print(frame[columns].to_string(index=False))
     return 1 if left_out else 0

@@ -264,7 +264,7 @@ def _known(cls: Any, name: str, path: str) -> None:
     names = [field.name for field in dataclasses.fields(cls)]
     if name not in names:
         full = f"{path}.{name}" if path else name
-        raise ConfigError(f"{full}: no such field{near(name, names)}; allowed: {', '.join(names)}")
+        raise ConfigError(f"{full or 'config'}: no such field{near(name, names)}; allowed: {', '.join(names)}")
 
 
 def near(name: str, names: typing.Iterable[str]) -> str:
@@ -279,7 +279,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _build(cls: Any, tree: Any, path: str) -> Any:
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a group of fields, got {tree!r}")
+        raise ConfigError(f"{path or 'config'}: expected a group of fields, got {tree!r}")
     for name in tree:
         _known(cls, name, path)
     hints = _hints(cls)
@@ -328,6 +328,11 @@ def _frozen(value: Any) -> Any:
 
 
 def _type_name(hint: Any) -> str:
+    """A type in a user's words: int, a list of int, a group of options."""
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {_type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is Mapping:
+        return "a group of options"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
 
 
@@ -427,8 +432,9 @@ def _check_relations(experiment: Experiment) -> None:
         )
     if train.warmup_steps >= train.steps:
         raise ConfigError(f"train.warmup_steps: {train.warmup_steps} is not below train.steps = {train.steps}")
-    if not evaluation.lengths:
-        raise ConfigError("eval.lengths: empty; name at least one length")
+    for name in ("lengths", "protocols"):
+        if not getattr(evaluation, name):
+            raise ConfigError(f"eval.{name}: empty; name at least one")
     for index, length in enumerate(evaluation.lengths):
         if length < 1:
             raise ConfigError(f"eval.lengths[{index}]: {length} is not a length; at least 1")

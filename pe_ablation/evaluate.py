@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,21 @@ def curve(
 
     Raises EvaluationError for a run that isn't trained to its end and ConfigError for what its data can't serve.
     """
-    run = Run(Path(run_dir))
     asked = {"lengths": list(lengths), "split": split, "protocols": list(protocols), "nulls": list(nulls)}
-    experiment = config.read(run.config["experiment"], {f"eval.{name}": value for name, value in asked.items()})
-    _Scorer(run, experiment.eval).score()
+    return score(run_dir, {f"eval.{name}": value for name, value in asked.items()})
+
+
+def score(run_dir: str | Path, overrides: Mapping[str, Any]) -> pd.DataFrame:
+    """`curve` under the run's own `eval` fields with `overrides` laid over them (dotted path -> value)."""
+    run = Run(Path(run_dir))
+    experiment = config.read(run.config["experiment"], overrides)
+    asked, train_length = experiment.eval, experiment.train.length
+    _Scorer(run, asked).score()
     rows = report.rows(run.path)
-    wanted = [experiment.eval.settings(protocol, experiment.train.length) for protocol in protocols]
-    keep = rows.settings.map(lambda text: bool(text) and json.loads(text) in wanted)
-    keep &= rows.split.eq(split) & rows.protocol.isin(protocols) & rows.null.isin(["none", *nulls])
-    keep &= rows.eval_length.isin([experiment.train.length, *lengths])
+    wanted = [asked.settings(protocol, train_length) for protocol in asked.protocols]
+    keep = rows.settings.map(lambda text: json.loads(text) in wanted)
+    keep &= rows.split.eq(asked.split) & rows.protocol.isin(asked.protocols) & rows.null.isin(["none", *asked.nulls])
+    keep &= rows.eval_length.isin([train_length, *asked.lengths])
     return rows.loc[keep].reset_index(drop=True)
 
 
@@ -208,7 +214,7 @@ class _Scorer:
     def _trained_step(self) -> int:
         step = checkpoint.last_step(self.run.path / "checkpoints")
         if step is None:
-            raise EvaluationError(f"{self.run.path}: not trained, no checkpoint to evaluate")
+            raise EvaluationError(f"{self.run.path}: has no checkpoint to evaluate")
         like = {"params": nnx.state(self.model, nnx.Param), "alive": jax.ShapeDtypeStruct((), jnp.bool_)}
         found = checkpoint.load_parts(self.run.path / "checkpoints", step, like)
         self.params, self.alive = found["params"], bool(found["alive"])

@@ -168,13 +168,15 @@ class Run:
         running: a live process holds it. failed: the last attempt left an error, or ended without a result.
         done: result.json is there, whole. missing: planned or not even that, and never started.
         """
+        if (self.path / "config.json").exists() and _read_json(self.path / "config.json") is None:
+            return "failed", "config.json is unreadable"
         owner = _read_json(self.path / "running.json")
         if owner and _alive(owner):
             return "running", _whose(owner)
         if (self.path / "error.json").exists():
             return "failed", _last_line(self.error())
-        if self.result() is not None:
-            return "done", ""
+        if (result := self.result()) is not None:
+            return "done", "diverged" if result.get("status") == "diverged" else ""
         if (self.path / "result.json").exists():
             return "failed", "result.json is truncated"
         if (self.path / "running.json").exists():
@@ -291,6 +293,7 @@ class Run:
 def find(runs_dir: str | Path) -> list[Run]:
     """The runs at or below a work directory, a point or a single run, by point and seed.
 
+    A directory whose config.json cannot be read is among them: its status is failed.
     Raises FileNotFoundError where there is no folder and RecordError where it holds no run.
     """
     root = Path(runs_dir)
@@ -299,7 +302,7 @@ def find(runs_dir: str | Path) -> list[Run]:
     found = {path.parent for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}config.json")}
     if not found:
         raise RecordError(f"{root}: no run directory in it (no config.json)")
-    return sorted(map(Run, found), key=lambda run: (run.path.parent, run.seed, run.path))
+    return sorted(map(Run, found), key=lambda run: (run.path.parent, len(run.path.name), run.path))
 
 
 def _description(experiment: Experiment, source: str | None, data_digest: str | None) -> dict[str, Any]:

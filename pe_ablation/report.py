@@ -7,6 +7,7 @@ report.curves(rows, "curves.png")
 
 import io
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,12 +27,14 @@ __all__ = [
     "tables", "to_markdown", "write",
 ]  # fmt: skip
 
+_log = logging.getLogger(__name__)
 NUMBERS = ("nats", "perplexity", "bits_per_byte")
 COLUMNS: dict[Any, Any] = {
     "point": "str", "encoding": "str", "variant": "str", "train_length": "int64", "eval_length": "int64",
     "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
     **dict.fromkeys(NUMBERS, "float64"), "tokens": "Int64", "bytes": "Int64", "documents": "Int64", "status": "str",
-    "parameters": "Int64", "data": "str", "data_digest": "str", "settings": "str", "key": "str", "run": "str",
+    "parameters": "Int64", "data": "str", "data_digest": "str", "differs": "str", "settings": "str", "key": "str",
+    "run": "str",
 }  # fmt: skip
 
 
@@ -42,17 +45,18 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     scored token, `perplexity` its exponential, both in natural units. `status`: ok | n/a | OOM | diverged | failed |
     missing; only stored cells have numbers, the others NaN. `settings` is the protocol's own fields as JSON, `run` the
     directory relative to `runs_dir`. `window_recompute` is the model's own cell at its training length under the same
-    settings, so it is derived, not stored. `variant` names the fields in which arms of one name differ.
+    settings, so it is derived, not stored. `variant` names the fields in which arms of one name differ, `differs` has
+    as JSON the fields, other than encoding and training length, in which the runs differ at all.
 
     Raises ValueError for a folder that is absent or holds no run, and for two records of one point and seed.
     """
     root = Path(runs_dir)
-    runs = _find(root)
+    runs = _readable(_find(root))
     configs = _with_digests([run.config for run in runs])
     _check_distinct(runs, configs)
     records = []
-    for run, config, variant in zip(runs, configs, _variants(configs), strict=True):
-        common = _about(config) | {"variant": variant, "run": run.path.relative_to(root).as_posix()}
+    for run, config, variant, differs in zip(runs, configs, _variants(configs), _differing(configs), strict=True):
+        common = _about(config) | {"variant": variant, "differs": differs, "run": run.path.relative_to(root).as_posix()}
         records += [common | cell for cell in _cells(run, config)]
     frame = pd.DataFrame(records).reindex(columns=list(COLUMNS)).astype(COLUMNS)
     frame["ratio"] = frame.eval_length / frame.train_length
@@ -102,6 +106,28 @@ def _find(root: Path) -> list[record.Run]:
         raise ValueError(
             f"{error}; expected a folder that launch or run wrote: POINT/seed_K/ with config.json and evaluation/"
         ) from error
+
+
+def _readable(runs: list[record.Run]) -> list[record.Run]:
+    """The runs without those whose config.json is broken: one of them leaves the report of the others alone."""
+    kept = []
+    for run in runs:
+        try:
+            run.config  # noqa: B018
+            kept.append(run)
+        except record.RecordError as error:
+            _log.warning("%s; left out", error)
+    if not kept:
+        raise ValueError(f"{runs[0].path.parent}: no run whose config.json can be read")
+    return kept
+
+
+def _differing(configs: list[dict[str, Any]]) -> list[str]:
+    """For every run, the fields beside encoding and training length in which any two runs differ, as JSON."""
+    flat = [_flat(config["experiment"]) for config in configs]
+    fields = [name for name in flat[0] if not name.startswith("encoding.") and name != "train.length"]
+    fields = [name for name in fields if any(each.get(name) != flat[0][name] for each in flat)]
+    return [json.dumps({name: each.get(name) for name in fields}, sort_keys=True) for each in flat]
 
 
 def _about(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,21 @@ def _import(path: Path) -> Any:
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
-    found.loader.exec_module(module)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise _refusal(str(path), error) from error
     return module
+
+
+def _refusal(spec: str, error: Exception) -> ConfigError:
+    """An error of the config file's own code in one line, with the line of the file where it arose."""
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+        return ConfigError(f"{spec}: {error}")
+    file = spec.partition(".py")[0] + ".py"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    return ConfigError(f"{spec}: line {line}: {type(error).__name__}: {error}")
 
 
 def _sweeps(module: Any, spec: str, arg: str | None) -> dict[str, Callable[[], Iterable[Overlay]]]:
@@ -104,8 +118,8 @@ def _call(function: Callable[..., Any], spec: str, arg: str | None) -> Any:
         raise ConfigError(f"{spec}: {function.__name__} {problem}") from None
     try:
         return function(*given)
-    except ValueError as error:
-        raise ConfigError(f"{spec}: {error}") from error
+    except Exception as error:
+        raise _refusal(spec, error) from error
 
 
 def points(config_file: ConfigFile, sweep_name: str | None, overrides: Mapping[str, Any]) -> list[Point]:

@@ -198,10 +198,21 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
         if several
         else f"One seed each ({seeds}): no spread is shown"
     )
-    lines = [f"- Scored: {describe(chosen)}", *_amounts(part), f"- {spread}."]
+    lines = [f"- Scored: {describe(chosen)}", *_amounts(part), f"- {spread}.", *_unequal(part)]
     marks = [meaning for status, meaning in MEANINGS.items() if (part.status == status).any()]
     marks += ["(k/n): only k of n seeds are there, and no mean is taken"] if marks and several else []
     return [*lines, f"- {'; '.join(marks)}."] if marks else lines
+
+
+def _unequal(part: Frame) -> list[str]:
+    """A warning where rows differ in more than encoding and training length."""
+    found: dict[str, list[str]] = {}
+    for differs in part.differs.unique():
+        for field, value in json.loads(differs).items():
+            found.setdefault(field, []).append(str(value))
+    unequal = {field: dict.fromkeys(values) for field, values in found.items() if len(set(values)) > 1}
+    text = "; ".join(f"{field} ({', '.join(values)})" for field, values in unequal.items())
+    return [f"- Not on equal terms: rows also differ in {text}."] if text else []
 
 
 def describe(chosen: Selection) -> str:

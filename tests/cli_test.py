@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import pe_ablation
-from pe_ablation import cli, config, encodings, launch
+from pe_ablation import cli, config, encodings, evaluate, launch
 from pe_ablation.record import Run
 
 SOURCE = """
@@ -198,19 +198,20 @@ def test_status_lists_every_run_and_counts(study, capsys):
 
 def test_evaluate_scores_finished_runs_where_it_is_told(study, monkeypatch, capsys):
     planned(study / "w", seed_0={"status": "ok"}, seed_1=None)
-    checked, curves = [], []
+    checked, scored = [], []
 
-    def curve(run_dir, lengths, **settings):
-        curves.append((run_dir.name, lengths, settings))
+    def score(run_dir, overrides):
+        if run_dir.name == "seed_1":
+            raise evaluate.EvaluationError("seed_1: has no checkpoint to evaluate")
+        scored.append((run_dir.name, overrides))
         columns = ("encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status")
         return pd.DataFrame([dict.fromkeys(columns, "x")])
 
-    fake = SimpleNamespace(check=lambda experiment: checked.append(experiment.eval.lengths), curve=curve)
-    monkeypatch.setattr(pe_ablation, "evaluate", fake, raising=False)
-    assert cli.main(["evaluate", "w", "--lengths", "64,512", "--protocols", "blocks", "--split", "test"]) == 1
-    nulls = ("window_mask", "window_recompute")
-    assert curves == [("seed_0", (64, 512), {"split": "test", "protocols": ("blocks",), "nulls": nulls})]
-    assert checked == [(64, 512)] and "seed_1: not trained, left out" in capsys.readouterr().err
+    monkeypatch.setattr(evaluate, "check", lambda experiment: checked.append(experiment.eval.lengths))
+    monkeypatch.setattr(evaluate, "score", score)
+    assert cli.main(["evaluate", "w", "--lengths", "64,512", "--split", "test", "--last_k", "8"]) == 1
+    assert scored == [("seed_0", {"eval.lengths": "64,512", "eval.split": "test", "eval.last_k": "8"})]
+    assert set(checked) == {(64, 512)} and "no checkpoint to evaluate; left out" in capsys.readouterr().err
     assert "eval.lengths[0]: 0" in refused(capsys, "evaluate", "w/point/seed_0", "--lengths", "0")
     assert "did you mean blocks?" in refused(capsys, "evaluate", "w/point/seed_0", "--protocols", "block")
 

@@ -252,6 +252,7 @@ def test_unknown_fields_are_refused_with_what_is_allowed(path, message):
         ("seed", -1, "seed"),
         ("seed", 2**32, "seed"),
         ("train.clip_norm", 0.0, "train.clip_norm"),
+        ("eval.protocols", (), "eval.protocols: empty"),
     ],
 )
 def test_values_out_of_range_are_refused_with_both_sides(path, value, message):

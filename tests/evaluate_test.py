@@ -611,7 +611,7 @@ def test_a_length_past_every_document_is_refused_with_both_numbers(tmp_path):
 def test_a_run_that_is_not_trained_to_its_end_is_refused(tmp_path):
     asked = experiment(tmp_path)
     planned = Run.plan(tmp_path / "planned", asked, None, None)
-    with pytest.raises(EvaluationError, match="planned: not trained"):
+    with pytest.raises(EvaluationError, match="planned: has no checkpoint"):
         evaluate_run(planned.path)
     half = written(tmp_path / "half", asked, step=2)
     with pytest.raises(EvaluationError, match="half: trained to step 2 of 4 only"):

@@ -445,6 +445,25 @@ def test_lengths_scored_in_addition_make_no_planned_cell_missing(tmp_path):
     assert (found.status == "ok").all()
 
 
+def test_a_broken_record_leaves_the_report_of_the_others_alone(tmp_path, caplog):
+    finished(tmp_path)
+    broken = finished(tmp_path, "alibi")
+    (broken.path / "config.json").write_text("{")
+    assert set(read(tmp_path).encoding) == {"rope"}
+    assert str(broken.path) in caplog.text
+    assert broken.status() == ("failed", "config.json is unreadable")
+
+
+def test_rows_on_unequal_terms_are_called_so(tmp_path):
+    finished(tmp_path)
+    finished(tmp_path, "alibi")
+    assert "equal terms" not in report.to_markdown(read(tmp_path))
+    finished(tmp_path, "none", overrides={"train.steps": 7, "train.warmup_steps": 1})
+    assert "also differ in train.steps (1000, 7)" in report.to_markdown(read(tmp_path)).replace(
+        "(7, 1000)", "(1000, 7)"
+    )
+
+
 def test_a_sweep_without_any_result_is_a_table_of_missing_cells(tmp_path):
     plan(tmp_path)
     assert (report.table(read(tmp_path)) == "-").to_numpy().all()

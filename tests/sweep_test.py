@@ -138,3 +138,19 @@ def test_the_default_sweep_is_the_plain_one_or_none_or_must_be_named(path, tmp_p
     (tmp_path / "named.py").write_text("def get_config():\n    return {}\n\ndef sweep_rates():\n    return [{}]\n")
     with pytest.raises(ConfigError, match="name one of: rates"):
         sweep.default_sweep(sweep.load(f"{tmp_path}/named.py"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = (", "line 1: SyntaxError"),
+        ("\nimport no_such_module", "line 2: ModuleNotFoundError"),
+        ("def get_config():\n    return 1 / 0", "line 2: ZeroDivisionError"),
+    ],
+)
+def test_a_config_file_that_fails_is_refused_with_its_line(tmp_path, source, message):
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        sweep.load(str(file))
+    assert str(file) in str(refusal.value)
