@@ -25,7 +25,7 @@ from flax import nnx
 
 from pe_ablation import attention, data
 from pe_ablation.checkpoint import Checkpoints
-from pe_ablation.config import Experiment, TrainConfig, point_identity
+from pe_ablation.config import Experiment, TrainConfig, point_identity, read
 from pe_ablation.model import GPT, GPTConfig, keyed
 from pe_ablation.progress import Progress
 from pe_ablation.record import Run
@@ -139,12 +139,14 @@ def train_step(
     return TrainState(params, optimizer_state, state.step + 1, alive), metrics
 
 
-def fit(experiment: Experiment, run_dir: str | Path) -> dict[str, Any]:
+def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
     """Train one run in `run_dir`, from its last checkpoint if it has one; returns its summary (see `fit_seeds`).
 
+    `config` is an Experiment, or the ConfigDict that a config file's `get_config` returns, which is read strictly.
     The summary is also the run's result.json. Raises RecordError for a directory of another identity or one that
     another process is training; what else is raised is recorded in error.json first.
     """
+    experiment = config if isinstance(config, Experiment) else read(config)
     run = Run.plan(Path(run_dir), experiment, None, data.load(experiment.data, "train").digest)
     run.start()
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import optax
 import pytest
@@ -476,3 +477,11 @@ def test_a_run_held_by_a_live_process_is_refused(folder, tmp_path, fit_quickly):
             assert Run(path).status()[0] == "running" and not (path / "metrics.jsonl").exists()
         finally:
             other.kill()
+
+
+def test_fit_reads_what_a_config_file_gives(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "fit_seeds", lambda experiments, _: asked.extend(experiments) or [{"status": "ok"}])
+    experiment = tiny_runs.experiment(tmp_path)
+    train.fit(ml_collections.ConfigDict(config.to_dict(experiment)), tmp_path / "run")
+    assert asked == [experiment] and Run(tmp_path / "run").result() == {"status": "ok"}
