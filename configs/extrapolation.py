@@ -1,4 +1,4 @@
-"""Train short, evaluate long: seven encodings of one decoder on the State of the Union addresses.
+"""Train short, evaluate long: encodings of one decoder on the State of the Union addresses.
 
     pe-ablation launch --config configs/extrapolation.py:quick
     pe-ablation report runs/extrapolation-quick
@@ -14,89 +14,101 @@
     t5              2.20  2.38  2.98  3.96
     transformer_xl  2.08  2.08  2.08  2.08
 
-Sweeps: the plain one is the seven encodings; `arms` adds `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M)) and
-`t5_128` (buckets past the training length, which never train); `seeds` has three seeds each; `lengths` has two training
-lengths.
+`cpu`: nine arms at training lengths 128 and 512, three seeds, evaluated to 8192, the learning rate chosen from three for
+each arm and length with one other seed.
+
+    pe-ablation launch --config configs/extrapolation.py:cpu --select lr --workers 2
+    pe-ablation report runs/extrapolation-cpu --select lr
+
+Sweeps: the plain one is the whole study of a size; its axes are `arms`, `lengths`, `rates` and `seeds`. The second arms
+are `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M)) and `t5_2x` (buckets to twice the training length, the last of
+which never train).
 """
+
+import itertools
 
 import ml_collections
 
-LENGTH = 64
-
 # Token embeddings start at a deviation of 0.02; a sinusoid of this amplitude has the same root mean square.
 MATCHED_SCALE = 0.02 * 2**0.5
+SIZES = {
+    "quick": {
+        "lengths": (64,),
+        "rates": (6e-3,),
+        "seeds": (0,),
+        "scale": MATCHED_SCALE,
+        "heads": 4,
+        "train": {"steps": 800, "batch_tokens": 2048, "warmup_steps": 80, "checkpoint_every": 400},
+        "eval": {"lengths": (64, 128, 256, 512, 1024), "last_k": 32, "max_windows": 128},
+    },
+    "cpu": {
+        "lengths": (128, 512),
+        "rates": (1.5e-3, 4e-3, 1e-2),
+        "seeds": (0, 1, 2),
+        "scale": 0.1,
+        "heads": 2,
+        "train": {"steps": 2000, "batch_tokens": 512, "warmup_steps": 200, "checkpoint_every": 500},
+        "eval": {"lengths": (128, 256, 512, 1024, 2048, 4096, 8192), "last_k": 64, "max_windows": 16},
+    },
+}
+
+
+def size(arg: str) -> dict:
+    """The numbers of a size by name."""
+    if arg not in SIZES:
+        raise ValueError(f"unknown size {arg!r}; allowed: {', '.join(SIZES)}")
+    return SIZES[arg]
 
 
 def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
-    """The shared part of every point of a sweep; `arg` is the size: quick."""
-    if arg != "quick":
-        raise ValueError(f"unknown size {arg!r}; allowed: quick")
+    """The shared part of every point of a sweep; `arg` is the size: quick or cpu."""
+    chosen = size(arg)
+    longest = max(chosen["lengths"])
     return ml_collections.ConfigDict(
         {
-            "model": {"num_layers": 2, "num_heads": 4, "model_dim": 64},
-            "data": {"source": "sotu", "block": LENGTH},
-            "train": {
-                "steps": 800,
-                "batch_tokens": 2048,
-                "learning_rate": 6e-3,
-                "warmup_steps": 80,
-                "log_every": 10,
-                "checkpoint_every": 400,
-            },
-            "eval": {
-                "lengths": (64, 128, 256, 512, 1024),
-                "protocols": ("targets",),
-                "last_k": 32,
-                "max_windows": 128,
-            },
+            "model": {"num_layers": 2, "num_heads": chosen["heads"], "model_dim": 64},
+            "data": {"source": "sotu", "block": longest},
+            "train": {"length": longest, "learning_rate": chosen["rates"][0], "log_every": 10, **chosen["train"]},
+            "eval": {"protocols": ("targets",), **chosen["eval"]},
         }
     )
 
 
-def arm(name: str, label: str = "", *, length: int = LENGTH, embed_scale: str = "1", **options) -> dict:
+def arm(name: str, label: str = "", *, embed_scale: str = "1", **options) -> dict:
     """One encoding with its options as an overlay; `label` names it in tables where the encoding's name doesn't."""
     return {
         "encoding.name": name,
         "encoding.options": options,
         "model.embed_scale": embed_scale,
         "label": label,
-        "train.length": length,
     }
 
 
-def seven(length: int):
+def seven(scale: float, length: int) -> list[dict]:
     """The seven encodings, each as an ablation would enter it; T5's last bucket lies inside the training length."""
-    yield arm("none", length=length)
-    yield arm("sinusoidal", length=length, scale=MATCHED_SCALE)
-    yield arm("learned", length=length)
-    yield arm("rope", length=length)
-    yield arm("alibi", length=length)
-    yield arm("t5", length=length, max_distance=min(128, length))
-    yield arm("transformer_xl", length=length)
+    return [
+        arm("none"),
+        arm("sinusoidal", scale=scale),
+        arm("learned"),
+        arm("rope"),
+        arm("alibi"),
+        arm("t5", max_distance=min(128, length)),
+        arm("transformer_xl"),
+    ]
+
+
+def second(length: int) -> list[dict]:
+    """The second arms: the sinusoid as Vaswani et al. enter it, and T5 with buckets that never train."""
+    return [
+        arm("sinusoidal", "sinusoidal_vaswani", embed_scale="sqrt_d", scale=1.0),
+        arm("t5", "t5_2x", max_distance=2 * length),
+    ]
 
 
 def sweep(arg: str = "quick"):
-    """The seven encodings at the training length."""
-    del arg
-    yield from seven(LENGTH)
-
-
-def sweep_arms(arg: str = "quick"):
-    """The seven encodings and the second arms: the sinusoid at scale 1, and T5 with buckets that never train."""
-    yield from sweep(arg)
-    yield arm("sinusoidal", "sinusoidal_vaswani", embed_scale="sqrt_d", scale=1.0)
-    yield arm("t5", "t5_128", max_distance=128)
-
-
-def sweep_lengths(arg: str = "quick"):
-    """The seven encodings at half the training length and at the whole, on the same tokens."""
-    del arg
-    for length in (LENGTH // 2, LENGTH):
-        yield from seven(length)
-
-
-def sweep_seeds(arg: str = "quick"):
-    """The seven encodings with three seeds each, trained together."""
-    for overlay in sweep(arg):
-        for seed in range(3):
-            yield {**overlay, "seed": seed}
+    """The whole study of a size: every arm at every training length, rate and seed; `quick` has the seven at one."""
+    chosen = size(arg)
+    for length in chosen["lengths"]:
+        arms = seven(chosen["scale"], length) + ([] if arg == "quick" else second(length))
+        for overlay, rate, seed in itertools.product(arms, chosen["rates"], chosen["seeds"]):
+            yield {**overlay, "train.length": length, "train.learning_rate": rate, "seed": seed}

@@ -277,7 +277,7 @@ class GPT(nnx.Module):
         encoding's table raise ValueError; inside one they give NaN.
         """
         config = self.config
-        mask = Mask() if mask is None else mask
+        mask = dataclasses.replace(mask or Mask(), ordered=positions is None)
         pos = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
         pos = pos[None] if pos.ndim == 1 else pos
         refuse_tokens(tokens, config.vocab_size)

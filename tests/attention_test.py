@@ -12,7 +12,7 @@ from flax import nnx
 from pe_ablation import attention, encodings
 from pe_ablation.attention import Dropout, Mask, attend, chosen
 from pe_ablation.encodings import Encoding, Scores, Sizes, Tokens, distance
-from pe_ablation.model import Block, GPTConfig
+from pe_ablation.model import GPT, Block, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -126,9 +126,10 @@ def test_what_attention_lacks_is_refused_by_name():
         attend(alibi, tokens, tokens, tokens.vec, mask=Mask(causal=False))
 
 
-def test_auto_takes_blockwise_past_the_limit():
-    assert chosen("auto", 2, 1, 1024, 1024) == "dense"
-    assert chosen("auto", 2, 2, 1024, 1024) == "blockwise"
+def test_auto_takes_blockwise_past_the_limits(monkeypatch):
+    monkeypatch.undo()
+    assert chosen("auto", 8, 4, 256, 256) == "dense" and chosen("auto", 8, 8, 256, 256) == "blockwise"
+    assert chosen("auto", 1, 1, 511, 511) == "dense" and chosen("auto", 1, 1, 512, 512) == "blockwise"
     assert chosen("dense", 9, 9, 4096, 4096) == "dense" and chosen("blockwise", 1, 1, 1, 1) == "blockwise"
 
 
@@ -144,6 +145,62 @@ def test_blockwise_of_the_real_block_equals_dense(name, monkeypatch):
         for i in ("dense", "blockwise")
     )
     np.testing.assert_allclose(blockwise, dense, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 3, 11, 13, 40])
+@pytest.mark.parametrize("name", ["none", "rope", "t5", "transformer_xl"])
+def test_ordered_stripes_equal_dense_in_values_and_gradients(name, length):
+    """Blocks of 3: one stripe, stripes of one block, stripes of unequal numbers of blocks, a torn last block."""
+    encoding = encodings.make(name, num_heads=H, head_dim=D, model_dim=M, train_length=16, rngs=nnx.Rngs(0))
+    weight, pos = draw(7, 1, length, H, D), jnp.arange(length)
+
+    def loss(q, k, v, implementation):
+        mask = Mask(window=jnp.int32(9), ordered=implementation == "blockwise")
+        out = attend(encoding, Tokens(q, pos), Tokens(k, pos), v, mask=mask, implementation=implementation)
+        return jnp.sum(weight * out)
+
+    parts = [draw(seed, 1, length, H, D) for seed in range(3)]
+    dense, blockwise = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, implementation=each), argnums=(0, 1, 2)))(*parts)
+        for each in ("dense", "blockwise")
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), blockwise, dense)
+
+
+def test_ordered_stripes_leave_out_scores_that_no_query_sees(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 16)
+
+    def scores(ordered):
+        tokens, run = jax.ShapeDtypeStruct((1, 64, H, D), jnp.float32), functools.partial(Tokens, pos=jnp.arange(64))
+        mask = Mask(ordered=ordered)
+        program = jax.jit(lambda x: attend(NONE, run(x), run(x), x, mask=mask, implementation="blockwise"))
+        return program.lower(tokens).compile().cost_analysis()["transcendentals"]
+
+    assert scores(True) <= 0.65 * 4 * scores(False)  # the plain loop's body is counted once, for one of its 4 blocks
+
+
+def test_a_model_with_given_positions_promises_no_order(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        attention, "_blockwise", lambda tile, keys, query, q, dropout, ordered: seen.append(ordered) or q.vec
+    )
+    model = GPT(
+        GPTConfig(
+            vocab_size=8,
+            num_layers=1,
+            num_heads=H,
+            model_dim=M,
+            train_length=4,
+            encoding="none",
+            implementation="blockwise",
+        ),
+        rngs=nnx.Rngs(0),
+    )
+    ids = jnp.zeros((1, 4), jnp.int32)
+    model(ids)
+    model(ids, jnp.array([3, 1, 0, 2]))
+    model(ids, mask=Mask(causal=False))
+    assert seen == [True, False, False]
 
 
 # Dropout
