@@ -14,15 +14,15 @@
     t5              2.20  2.38  2.98  3.96
     transformer_xl  2.08  2.08  2.08  2.08
 
-`cpu`: nine arms at training lengths 128 and 512, three seeds, evaluated to 8192, the learning rate chosen from three for
-each arm and length with one other seed.
+`cpu`: nine arms at training lengths 128 and 512, three seeds, evaluated to 8192, the learning rate chosen from three
+for each arm and length with one other seed.
 
     pe-ablation launch --config configs/extrapolation.py:cpu --select lr --workers 2
     pe-ablation report runs/extrapolation-cpu --select lr
 
-Sweeps: the plain one is the whole study of a size; its axes are `arms`, `lengths`, `rates` and `seeds`. The second arms
-are `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M)) and `t5_2x` (buckets to twice the training length, the last of
-which never train).
+Sweeps: the plain one is the whole study of a size; `arms` has the nine arms, `seeds` three seeds (`--sweep arms,seeds`:
+the product). The second arms are `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M)) and `t5_2x` (buckets to twice
+the training length, the last of which never train).
 """
 
 import itertools
@@ -112,3 +112,16 @@ def sweep(arg: str = "quick"):
         arms = seven(chosen["scale"], length) + ([] if arg == "quick" else second(length))
         for overlay, rate, seed in itertools.product(arms, chosen["rates"], chosen["seeds"]):
             yield {**overlay, "train.length": length, "train.learning_rate": rate, "seed": seed}
+
+
+def sweep_arms(arg: str = "quick"):
+    """All nine arms at the longest training length of a size."""
+    chosen = size(arg)
+    length = max(chosen["lengths"])
+    return seven(chosen["scale"], length) + second(length)
+
+
+def sweep_seeds(arg: str = "quick"):
+    """Three seeds."""
+    del arg
+    return [{"seed": seed} for seed in range(3)]
