@@ -8,7 +8,7 @@ import pytest
 from pe_ablation import data
 from pe_ablation.config import ConfigError, DataConfig, TextConfig
 from pe_ablation.data import tokenizers, tokens
-from pe_ablation.data.documents import Document, Numbered, Split, TooShort, prefix
+from pe_ablation.data.documents import Document, Split, TooShort, prefix
 from pe_ablation.data.tokens import TokenFile, TokenFileError
 
 BOS, EOS = 256, 257

@@ -47,7 +47,7 @@ def _encoder() -> Path:
 
 
 def _load(path: Path) -> Vocabulary:
-    import tiktoken
+    import tiktoken  # pyright: ignore[reportMissingImports]
 
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHA256:

@@ -1,4 +1,4 @@
-"""Tokenizers with a vocabulary of byte strings, and what they share: nothing is loaded before the first id is needed."""
+"""What tokenizers with a vocabulary of byte strings share: nothing is loaded before the first id is needed."""
 
 import functools
 import re
@@ -51,9 +51,13 @@ class SubwordTokenizer:
         return self._vocabulary.digest
 
     @functools.cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.array([len(entry) for entry in self._entries], np.int32)
+
+    @property
     def bytes_per_token(self) -> np.ndarray:
         """int32 [V]: how many bytes of text each id stands for; 0 for special ids."""
-        return np.array([len(entry) for entry in self._entries], np.int32)
+        return self._sizes
 
     def encode(self, content: bytes) -> np.ndarray:
         """Bytes -> int32 [tokens]; text that looks like a control token is text."""
@@ -66,7 +70,7 @@ class SubwordTokenizer:
 
     def words(self, ids: np.ndarray) -> np.ndarray:
         """Ids of a document [tokens] -> int32 [tokens]: how many of its words begin in each."""
-        return words_begun(self.decode(ids), self.bytes_per_token[ids])
+        return words_begun(self.decode(ids), self._sizes[ids])
 
 
 def pieces(content: bytes, size: int = PIECE) -> Iterator[bytes]:

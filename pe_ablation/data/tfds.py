@@ -84,8 +84,8 @@ def _root(config: TfdsConfig) -> Path:
 
 def _versions(holder: Path) -> list[str]:
     """Versions that lie whole in a folder, the newest last."""
-    found = [path.parent.name for path in holder.glob("*/features.json") if (path.parent / "dataset_info.json").exists()]
-    found = [name for name in found if _VERSION.fullmatch(name)]
+    whole = [path.parent for path in holder.glob("*/features.json") if path.with_name("dataset_info.json").exists()]
+    found = [path.name for path in whole if _VERSION.fullmatch(path.name)]
     return sorted(found, key=lambda name: [int(part) for part in name.split(".")])
 
 
