@@ -21,7 +21,8 @@ from pe_ablation.model import GPTConfig
 
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
-    "eval", "label", "data.cache_dir", "train.log_every", "train.checkpoint_every", "model.implementation",
+    "eval", "label", "data.cache_dir", "data.tfds.data_dir", "train.log_every", "train.checkpoint_every",
+    "model.implementation",
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ class TextConfig:
     Either a folder, glob or file per split (`train`, `validation`, `test`), a document a file; or one `file` for all.
     `separator` splits every file into documents (a documents-only `file` is dealt by index: mod 10 == 4 validation,
     == 9 test); `train_bytes`, ... are the (start, stop) byte ranges of `file`, one document each.
+    `field` says that files are JSON lines, an object a line: a document is the text under that name.
     """
 
     train: str | None = None
@@ -70,9 +72,27 @@ class TextConfig:
     test: str | None = None
     file: str | None = None
     separator: str | None = None
+    field: str | None = None
     train_bytes: tuple[int, ...] | None = None
     validation_bytes: tuple[int, ...] | None = None
     test_bytes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsConfig:
+    """A dataset prepared by tensorflow-datasets as array_record (`data.source = "tfds"`), an example a document.
+
+    `name` is NAME[/CONFIG][:VERSION], by default the newest version there is in `data_dir` (else the environment's
+    TFDS_DATA_DIR, else ~/tensorflow_datasets); `text_field` the feature with the text. Splits are tfds' own
+    expressions, such as `train[:99%]`; None: the dataset has none.
+    """
+
+    name: str | None = None
+    text_field: str = "text"
+    data_dir: str | None = None
+    train: str | None = "train"
+    validation: str | None = "validation"
+    test: str | None = "test"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +101,15 @@ class DataConfig:
 
     `block` is the longest training length of the sweep, in tokens: shuffled blocks are cut into windows, so that every
     training length sees the same tokens in the same order. `train_bytes` keeps a prefix of the training documents.
+    `vocab_size` is that of `tokenizer = "bpe"`, BOS and EOS included; the other tokenizers have their own.
     `bos`: no BOS at all, one before each document, or one in place of each window's first input token.
     """
 
-    source: Literal["sotu", "text"] = "sotu"
+    source: Literal["sotu", "text", "tfds"] = "sotu"
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
-    tokenizer: Literal["byte"] = "byte"
+    tfds: TfdsConfig = dataclasses.field(default_factory=TfdsConfig)
+    tokenizer: Literal["byte", "bpe", "gpt2"] = "byte"
+    vocab_size: int = 4096
     bos: Literal["none", "document", "window"] = "document"
     block: int = 64
     train_bytes: int | None = None
@@ -396,7 +419,7 @@ def _check_ranges(experiment: Experiment) -> None:
         "train.log_every": (train.log_every, 1), "train.checkpoint_every": (train.checkpoint_every, 1),
         "train.learning_rate": (train.learning_rate, 0.0), "train.weight_decay": (train.weight_decay, 0.0),
         "train.clip_norm": (train.clip_norm, 0.0), "train.epsilon": (train.epsilon, 0.0),
-        "data.block": (data.block, 1), "eval.last_k": (evaluation.last_k, 1),
+        "data.block": (data.block, 1), "data.vocab_size": (data.vocab_size, 258), "eval.last_k": (evaluation.last_k, 1),
         "eval.spacing": (evaluation.spacing, 1), "eval.stride": (evaluation.stride, 1),
         "eval.batch_tokens": (evaluation.batch_tokens, 1), "seed": (experiment.seed, 0),
     }  # fmt: skip

@@ -2,7 +2,8 @@
 
 A window is a document's tokens [start, start + length) as inputs; target i of a window is the token after input i.
 Windows never cross documents, special tokens are never scored, and every length of a run is scored on the same
-documents: those with a token more than the longest length. Sums are float64, per document and position.
+documents: those with a token more than the longest length. Sums are float64, per document and position, of nats,
+tokens, bytes and words (see `data.tokenizers.words_begun`).
 """
 
 import dataclasses
@@ -273,8 +274,8 @@ class _Scorer:
         return found[_evenly(np.arange(len(found)), evaluation.max_windows)]
 
     def _sums(self, windows: Windows, window: int) -> dict[str, np.ndarray]:
-        """{nats, tokens, bytes}: float64 [documents, length], and the documents' names."""
-        sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes")}
+        """{nats, tokens, bytes, words}: float64 [documents, length], and the documents' names."""
+        sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes", "words")}
         sizes = np.asarray(self.tokenizer.bytes_per_token)
         for part, wanted, nats in self._scored(windows, window):
             place = np.arange(windows.length)
@@ -285,7 +286,21 @@ class _Scorer:
             np.add.at(sums["nats"], where, nats[scored].astype(np.float64))
             np.add.at(sums["tokens"], where, 1.0)
             np.add.at(sums["bytes"], where, sizes[wanted[scored]])
+            np.add.at(sums["words"], where, self._words(part)[scored])
         return sums | {"names": np.asarray(self.names)}
+
+    @functools.cached_property
+    def words(self) -> list[np.ndarray]:
+        """For every document, int32 [tokens]: how many words begin in each."""
+        return [self.tokenizer.words(tokens) for tokens in self.documents]
+
+    def _words(self, part: Windows) -> np.ndarray:
+        """int32 [B,L]: how many words begin in each target, 0 past a document's end."""
+        words = np.zeros((len(part), part.length), np.int32)
+        for row, (document, start) in enumerate(zip(part.document, part.start, strict=True)):
+            own = self.words[document][start + 1 : start + part.length + 1]
+            words[row, : len(own)] = own
+        return words
 
     def _scored(self, windows: Windows, window: int) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
@@ -321,15 +336,20 @@ def _fetched(part: Windows, wanted: np.ndarray, nats: jax.Array) -> tuple[Window
 
 
 def totals(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Nats per scored token, perplexity and bits per byte of summed arrays, with what was scored; NaN for none."""
+    """Nats per scored token, perplexities and bits per byte of summed arrays, with what was scored; NaN for none.
+
+    A word counts where its first byte is scored, so that the perplexity per word does not depend on the tokenizer.
+    """
     empty = np.zeros((1, 1))
-    nats, tokens, size = (float(arrays.get(name, empty).sum()) for name in ("nats", "tokens", "bytes"))
+    nats, tokens, size, words = (float(arrays.get(name, empty).sum()) for name in ("nats", "tokens", "bytes", "words"))
     mean = nats / tokens if tokens else math.nan
     return {
         "nats": mean,
         "perplexity": perplexity(mean),
         "bits_per_byte": nats / math.log(2) / size if size else math.nan,
+        "word_perplexity": perplexity(nats / words) if words else math.nan,
         "tokens": int(tokens),
         "bytes": int(size),
+        "words": int(words),
         "documents": int((arrays.get("tokens", empty).sum(axis=1) > 0).sum()),
     }

@@ -28,13 +28,13 @@ __all__ = [
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
-NUMBERS = ("nats", "perplexity", "bits_per_byte")
+NUMBERS = ("nats", "perplexity", "bits_per_byte", "word_perplexity")
+AMOUNTS = ("tokens", "bytes", "words", "documents")
 COLUMNS: dict[Any, Any] = {
     "point": "str", "encoding": "str", "variant": "str", "train_length": "int64", "eval_length": "int64",
     "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
-    **dict.fromkeys(NUMBERS, "float64"), "tokens": "Int64", "bytes": "Int64", "documents": "Int64", "status": "str",
-    "parameters": "Int64", "data": "str", "data_digest": "str", "differs": "str", "settings": "str", "key": "str",
-    "run": "str",
+    **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(AMOUNTS, "Int64"), "status": "str", "parameters": "Int64",
+    "data": "str", "data_digest": "str", "differs": "str", "settings": "str", "key": "str", "run": "str",
 }  # fmt: skip
 
 
@@ -42,7 +42,8 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     """Every run below `runs_dir` (or itself a run) against every cell it has or should have: see COLUMNS.
 
     Planned cells are those of the run's own `eval` fields; cells stored in addition are rows too. `nats` is a mean per
-    scored token, `perplexity` its exponential, both in natural units. `status`: ok | n/a | OOM | diverged | failed |
+    scored token, `perplexity` its exponential, both in natural units; `word_perplexity` is per word that begins in a
+    scored token (cells stored before words were counted have none). `status`: ok | n/a | OOM | diverged | failed |
     missing; only stored cells have numbers, the others NaN. `settings` is the protocol's own fields as JSON, `run` the
     directory relative to `runs_dir`. `window_recompute` is the model's own cell at its training length under the same
     settings, so it is derived, not stored. `variant` names the fields in which arms of one name differ, `differs` has
@@ -235,7 +236,7 @@ def _numbers(cell: Mapping[str, Any] | None, absent: str) -> dict[str, Any]:
         return {"status": absent, "key": ""}
     if cell["status"] not in STATUSES:
         raise ValueError(f"cell {cell['key']}: status {cell['status']!r} is not known; allowed: {', '.join(STATUSES)}")
-    return {name: cell.get(name) for name in ("status", "key", *NUMBERS, "tokens", "bytes", "documents")}
+    return {name: cell.get(name) for name in ("status", "key", *NUMBERS, *AMOUNTS)}
 
 
 def _absent_status(run: record.Run, result: Mapping[str, Any]) -> str:

@@ -14,7 +14,10 @@ import pandas as pd
 Frame = Any  # a DataFrame; to the type checker, pandas' selections of rows may be a Series or an array too
 # The order of presentation; an arm called NAME_suffix stands beside NAME, any other follows by name.
 ORDER = ("none", "sinusoidal", "learned", "rope", "alibi", "t5", "transformer_xl")
-METRICS = {"bits_per_byte": "Bits per byte", "nats": "Nats per token", "perplexity": "Perplexity per token"}
+METRICS = {
+    "bits_per_byte": "Bits per byte", "nats": "Nats per token", "perplexity": "Perplexity per token",
+    "word_perplexity": "Perplexity per word",
+}  # fmt: skip
 NULLS = ("none", "window_mask", "window_recompute")
 POINT = ["train_length", "encoding", "variant", "point", "data_digest"]
 SYMBOLS = {"missing": "-"}
@@ -275,12 +278,12 @@ def _cell(row: Any, metric: str) -> str:
 
 
 def number(value: float, metric: str) -> str:
-    """A metric's value as text: three decimals, perplexity two (exponent from a million on), inf and NaN by name."""
+    """A metric's value as text: three decimals, perplexities two (exponent from a million on), inf and NaN by name."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
-    if metric == "perplexity":
+    if metric.endswith("perplexity"):
         return f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
     return f"{value:.3f}"
 

@@ -35,10 +35,18 @@ FIELDS = {
     "data.text.test": (None, "c/*.txt"),
     "data.text.file": (None, "all.txt"),
     "data.text.separator": (None, "\n\n"),
+    "data.text.field": (None, "text"),
     "data.text.train_bytes": (None, (0, 10)),
     "data.text.validation_bytes": (None, (10, 20)),
     "data.text.test_bytes": (None, (20, 30)),
+    "data.tfds.name": (None, "lm1b"),
+    "data.tfds.text_field": ("text", "content"),
+    "data.tfds.data_dir": (None, "elsewhere"),
+    "data.tfds.train": ("train", "train[:99%]"),
+    "data.tfds.validation": ("validation", "train[99%:]"),
+    "data.tfds.test": ("test", None),
     "data.tokenizer": ("byte", "other"),
+    "data.vocab_size": (4096, 8192),
     "data.bos": ("document", "none"),
     "data.block": (64, 128),
     "data.train_bytes": (None, 1000),
@@ -323,7 +331,10 @@ def test_defaults_are_the_ones_that_identities_were_made_with():
 def test_the_identity_changes_with_what_trains_and_nothing_else(path):
     base = replaced(Experiment(), "encoding.name", "rope") if path == "encoding.options" else Experiment()
     other = replaced(base, path, FIELDS[path][1])
-    named = ("data.cache_dir", "label", "model.implementation", "train.checkpoint_every", "train.log_every")
+    named = (
+        "data.cache_dir", "data.tfds.data_dir", "label", "model.implementation", "train.checkpoint_every",
+        "train.log_every",
+    )  # fmt: skip
     unchanged = path.startswith("eval.") or path in named
     assert (config.training_identity(other) == config.training_identity(base)) == unchanged
     assert (config.point_identity(other) == config.point_identity(base)) == (unchanged or path == "seed")

@@ -16,7 +16,7 @@ def token_file(size=200, bos="none"):
     """Documents of 20 bytes; the byte at place i of the corpus is i mod 251, so that windows can be told apart."""
     content = bytes(place % 251 for place in range(size))
     documents = [Document(str(at), content[at : at + 20]) for at in range(0, size, 20)]
-    return TokenFile.encode(documents, tokenizers.make("byte"), bos, f"{size:064x}")
+    return TokenFile.encode(documents, tokenizers.ByteTokenizer(), bos, f"{size:064x}")
 
 
 def batches(file=None, *, block=8, batch_tokens=16, length=4, seed=0, bos="none"):

@@ -33,7 +33,7 @@ def test_splits_have_their_documents_and_bytes(cache, split):
     assert len(made.names) == documents
     assert len(made.tokens) == size + 2 * documents
     assert ((made.tokens == 256).sum(), (made.tokens == 257).sum()) == (documents, documents)
-    assert tokenizers.make("byte").bytes_per_token[made.tokens].sum() == size
+    assert tokenizers.ByteTokenizer().bytes_per_token[made.tokens].sum() == size
 
 
 def test_documents_are_the_files_of_the_package(cache):
@@ -49,7 +49,7 @@ def test_documents_are_the_files_of_the_package(cache):
         names |= set(made.names)
         for index in (0, len(made.names) - 1):
             content = Path(str(paths[made.names[index]])).read_bytes()
-            assert tokenizers.make("byte").decode(made.document(index)) == content
+            assert tokenizers.ByteTokenizer().decode(made.document(index)) == content
     assert len(names) == 237
 
 

@@ -8,11 +8,11 @@ import pytest
 from pe_ablation import data
 from pe_ablation.config import ConfigError, DataConfig, TextConfig
 from pe_ablation.data import tokenizers, tokens
-from pe_ablation.data.documents import Document, Split, prefix
+from pe_ablation.data.documents import Document, Split, TooShort, prefix
 from pe_ablation.data.tokens import TokenFile, TokenFileError
 
 BOS, EOS = 256, 257
-BYTE = tokenizers.make("byte")
+BYTE = tokenizers.ByteTokenizer()
 
 
 class Wide(tokenizers.ByteTokenizer):
@@ -65,8 +65,8 @@ def test_decode_refuses_what_is_no_id(wrong):
 
 
 def test_unknown_tokenizer_is_refused_with_the_field():
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*'bpe'.*allowed: byte"):
-        data.tokenizer(DataConfig(tokenizer="bpe"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'bpr' is not known; allowed: byte, bpe, gpt2"):
+        data.tokenizer(DataConfig(tokenizer="bpr"))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("bos", ["none", "document", "window"])
@@ -88,11 +88,20 @@ def test_control_text_in_a_document_is_thirteen_bytes():
 
 def test_prefix_cuts_the_last_document():
     whole = [Document("a", b"abc"), Document("b", b"def"), Document("c", b"g")]
-    assert prefix(whole, 3) == [("a", b"abc")]
-    assert prefix(whole, 5) == [("a", b"abc"), ("b", b"de")]
-    assert prefix(whole, 7) == whole
-    with pytest.raises(ValueError, match="8 bytes asked of documents that have 7"):
-        prefix(whole, 8)
+    assert list(prefix(whole, 3)) == [("a", b"abc")]
+    assert list(prefix(whole, 5)) == [("a", b"abc"), ("b", b"de")]
+    assert list(prefix(whole, 7)) == whole
+    with pytest.raises(TooShort, match="8 bytes asked of documents that have 7"):
+        list(prefix(whole, 8))
+
+
+def test_prefix_reads_no_further_than_it_needs():
+    def documents():
+        yield Document("a", b"abc")
+        yield Document("b", b"def")
+        pytest.fail("read on")
+
+    assert list(prefix(documents(), 6)) == [("a", b"abc"), ("b", b"def")]
 
 
 @pytest.mark.parametrize("tokenizer, dtype", [(BYTE, np.uint16), (Wide(), np.int32)])

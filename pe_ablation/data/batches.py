@@ -30,7 +30,7 @@ class Batches:
         _check_bos(token_file, bos)
         self._stored = token_file.stored
         self._block, self._length = block, length
-        self._bos = tokenizers.make(token_file.tokenizer).bos if bos == "window" else None
+        self._bos = _bos_id(token_file) if bos == "window" else None
         self._order = {"tokens": token_file.digest, "block": block, "batch_tokens": batch_tokens, "seed": seed}
         self._blocks = _iterator(_Order((len(self._stored) - 1) // block, batch_tokens // block, seed))
 
@@ -92,6 +92,10 @@ def _iterator(order: _Order) -> Any:
     return iter(grain.MapDataset.source(order).to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
+def _bos_id(token_file: TokenFile) -> int:
+    return tokenizers.bos_id(token_file.tokenizer, token_file.vocab_size)
+
+
 def _check_sizes(tokens: int, block: int, batch_tokens: int, length: int) -> None:
     if min(block, batch_tokens, length) < 1:
         given = f"{block}, {batch_tokens}, {length}"
@@ -107,7 +111,7 @@ def _check_sizes(tokens: int, block: int, batch_tokens: int, length: int) -> Non
 def _check_bos(token_file: TokenFile, bos: str) -> None:
     if bos not in ("none", "document", "window"):
         raise ConfigError(f"data.bos: {bos!r} is not allowed; allowed: none, document, window")
-    begins = token_file.stored[token_file.starts[:-1]] == tokenizers.make(token_file.tokenizer).bos
+    begins = token_file.stored[token_file.starts[:-1]] == _bos_id(token_file)
     if bos == "document" and not begins.all():
         raise ConfigError("data.bos: 'document' is asked of a token file whose documents don't all begin with BOS")
     if bos != "document" and begins.any():

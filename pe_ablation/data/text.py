@@ -1,4 +1,4 @@
-"""A user's own text: documents from files, split as `data.text` says.
+"""A user's own text: documents from files, split as `data.text` says. JSON lines are read in `jsonl`.
 
 Files are read in binary and every byte of a document is kept: CRLF, a byte order mark, U+2028 and invalid UTF-8 are
 bytes like any other. A NUL byte means a binary (or UTF-16) file and is refused. Relative paths start at the working
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from pe_ablation.config import ConfigError, TextConfig
+from pe_ablation.data import jsonl
 from pe_ablation.data.documents import SPLITS, Corpus, Document, Split, dealt, digest
 
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
@@ -23,6 +24,7 @@ def corpus(config: TextConfig, split: Split) -> Corpus:
     unreadable or binary file, byte ranges that overlap or pass the end.
     """
     _check_fields(config)
+    _check_json(config)
     documents = _from_paths(config, split) if config.file is None else _from_file(config.file, config, split)
     return Corpus(digest(documents), lambda: documents)
 
@@ -54,12 +56,24 @@ def _check_one_file(config: TextConfig, paths: list[str], ranges: list[str]) -> 
         raise ConfigError(f"data.text.file: given with {', '.join(paths)}; give one file for all splits, or paths")
     if ranges and config.separator is not None:
         raise ConfigError(f"data.text.separator: given with {', '.join(ranges)}; a byte range is one document")
-    if not ranges and config.separator is None:
+    if not ranges and config.separator is None and config.field is None:
         raise ConfigError(
             "data.text.file: one file needs data.text.separator, by which it is cut into documents that are dealt to "
-            "splits, or data.text.train_bytes, data.text.validation_bytes and data.text.test_bytes"
+            "splits, data.text.field, if it is JSON lines, or data.text.train_bytes, data.text.validation_bytes and "
+            "data.text.test_bytes"
         )
     _check_ranges(config)
+
+
+def _check_json(config: TextConfig) -> None:
+    """A line is a document: nothing else may say what one is."""
+    if config.field is None:
+        return
+    given = [
+        name for name in ("separator", *(f"{split}_bytes" for split in SPLITS)) if getattr(config, name) is not None
+    ]
+    if given:
+        raise ConfigError(f"data.text.field: given with data.text.{given[0]}; in JSON lines a line is a document")
 
 
 def _check_ranges(config: TextConfig) -> None:
@@ -86,14 +100,14 @@ def _from_file(file: str, config: TextConfig, split: Split) -> list[Document]:
     if not path.is_file():
         raise ConfigError(f"data.text.file: {file!r} is {'a folder' if path.is_dir() else 'missing'}; give a file")
     content = _read(path, "data.text.file")
-    if config.separator is None:
+    if config.separator is None and config.field is None:
         return [_ranged(path.name, content, config, split)]
-    documents = _separated(path.name, content, config.separator)
+    documents = _documents(path.name, content, "data.text.file", config)
     chosen = [document for index, document in enumerate(documents) if dealt(index) == split]
     if not chosen:
         raise ConfigError(
-            f"data.text.file: {file!r} has {len(documents)} documents between separators {config.separator!r}, none "
-            f"for {split}: index mod 10 == 4 is validation, == 9 test, the rest train; give 10 to have all three"
+            f"data.text.file: {file!r} has {len(documents)} documents {_borders(config)}, none for {split}: index mod "
+            "10 == 4 is validation, == 9 test, the rest train; give 10 to have all three"
         )
     return chosen
 
@@ -119,10 +133,28 @@ def _from_paths(config: TextConfig, split: Split) -> list[Document]:
         raise ConfigError(f"{field}: the {split} split is asked for, and not configured; give a folder, glob or file")
     documents: list[Document] = []
     for name, path in _files(given, field):
-        documents += _separated(name, _read(path, field), config.separator)
+        documents += _documents(name, _read(path, field), field, config)
     if not documents:
-        raise ConfigError(f"{field}: {given!r} is empty: nothing between separators {config.separator!r}")
+        raise ConfigError(f"{field}: {given!r} is empty: nothing {_borders(config)}")
     return documents
+
+
+def _documents(name: str, content: bytes, field: str, config: TextConfig) -> list[Document]:
+    """The documents of one file, which `field` of the config names."""
+    if config.field is not None:
+        return jsonl.documents(name, content, field, config.field)
+    if name.endswith(".jsonl"):
+        raise ConfigError(
+            f"{field}: {name!r} is JSON lines; name the field that holds the text in data.text.field, or rename the "
+            "file to train on its JSON"
+        )
+    return _separated(name, content, config.separator)
+
+
+def _borders(config: TextConfig) -> str:
+    if config.field is not None:
+        return f"under {config.field!r}"
+    return f"between separators {config.separator!r}"
 
 
 def _files(given: str, field: str) -> list[tuple[str, Path]]:

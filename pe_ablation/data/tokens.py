@@ -1,13 +1,16 @@
 """A split as token ids: in memory, and as a file that says what it was made from.
 
 File format 1, little-endian: magic (8 bytes), CRC-32 of all that follows (8), the header's length (8), a JSON header,
-zeros up to a multiple of 64 bytes, `starts` (int64), ids (uint16 where the vocabulary fits, else int32).
+zeros up to a multiple of 64 bytes, `starts` (int64), ids (uint16 where the vocabulary fits, else int32). The header's
+names are a list, or {"numbered": prefix, "count": n}.
 """
 
+import array
 import functools
 import json
+import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 
 from pe_ablation import atomic
 from pe_ablation.config import ConfigError
-from pe_ablation.data.documents import Document
+from pe_ablation.data.documents import Document, Numbered
 from pe_ablation.data.tokenizers import Tokenizer
 
 FORMAT = 1
@@ -40,14 +43,14 @@ class TokenFile:
         self,
         tokens: np.ndarray,
         starts: np.ndarray,
-        names: tuple[str, ...],
+        names: Sequence[str],
         digest: str,
         vocab_size: int,
         tokenizer: str = "byte",
     ):
         self.stored = np.asarray(tokens)
         self.starts = np.asarray(starts, np.int64)
-        self.names = tuple(names)
+        self.names = names
         self.digest = digest
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -73,33 +76,49 @@ class TokenFile:
             raise TokenFileError(f"ids reach from {low} to {high}; the vocabulary has 0 to {self.vocab_size - 1}")
 
     @classmethod
-    def encode(cls, documents: Sequence[Document], tokenizer: Tokenizer, bos: str, digest: str) -> "TokenFile":
-        """Tokenize documents; `bos` as in `DataConfig`, `digest` stands for all that made them."""
+    def encode(
+        cls,
+        documents: Iterable[Document],
+        tokenizer: Tokenizer,
+        bos: str,
+        digest: str,
+        numbered: str | None = None,
+        scratch: Path | None = None,
+    ) -> "TokenFile":
+        """Tokenize documents; `bos` as in `DataConfig`, `digest` stands for all that made them.
+
+        Ids go to an unnamed file in the folder `scratch` (default: the system's), so that memory holds one document,
+        and of the others a start and, unless they are `numbered` (see `Corpus`), a name.
+        """
         dtype = _dtype(tokenizer.vocab_size)
         head = np.array([tokenizer.bos] if bos == "document" else [], dtype)
         tail = np.array([tokenizer.eos], dtype)
-        bodies = [tokenizer.encode(each.content).astype(dtype) for each in documents]
-        starts = np.cumsum([0, *(len(head) + len(body) + len(tail) for body in bodies)])
-        tokens = np.concatenate([part for body in bodies for part in (head, body, tail)])
-        names = tuple(each.name for each in documents)
-        return cls(tokens, starts, names, digest, tokenizer.vocab_size, tokenizer.name)
+        starts, names = array.array("q", [0]), []
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            for name, content in documents:
+                ids = np.concatenate([head, tokenizer.encode(content).astype(dtype), tail])
+                file.write(ids.data)
+                starts.append(starts[-1] + len(ids))
+                names += [] if numbered is not None else [name]
+            file.flush()
+            tokens = np.memmap(file, dtype, "r") if starts[-1] else np.zeros(0, dtype)
+        known = tuple(names) if numbered is None else Numbered(numbered, len(starts) - 1)
+        return cls(tokens, np.asarray(starts), known, digest, tokenizer.vocab_size, tokenizer.name)
 
     def write(self, path: Path) -> None:
         """Write atomically: whoever opens `path`, at any moment and after any crash, finds all of it or nothing."""
+        names: Any = self.names
+        if isinstance(names, Numbered):
+            names = {"numbered": names.prefix, "count": len(names)}
         header = {
             "format": FORMAT, "digest": self.digest, "tokenizer": self.tokenizer, "vocab_size": self.vocab_size,
-            "names": self.names,
+            "names": names,
         }  # fmt: skip
         encoded = json.dumps(header, allow_nan=False).encode()
         padding = b"\0" * (_body_offset(len(encoded)) - 24 - len(encoded))
-        ids = self.stored.astype(_dtype(self.vocab_size), copy=False)
-        rest = [
-            len(encoded).to_bytes(8, "little"),
-            encoded,
-            padding,
-            self.starts.astype("<i8").tobytes(),
-            ids.tobytes(),
-        ]
+        ids = np.ascontiguousarray(self.stored, _dtype(self.vocab_size))
+        starts = np.ascontiguousarray(self.starts, "<i8")
+        rest = [len(encoded).to_bytes(8, "little"), encoded, padding, starts.data, ids.data]
         crc = functools.reduce(lambda value, part: zlib.crc32(part, value), rest, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(path, [_MAGIC, crc.to_bytes(8, "little"), *rest])
@@ -113,9 +132,11 @@ class TokenFile:
         """
         header, body = _mapped(path)
         _check_header(path, header, tokenizer, digest)
-        split = 8 * (len(header["names"]) + 1)
+        given = header["names"]
+        names = Numbered(given["numbered"], given["count"]) if isinstance(given, dict) else tuple(given)
+        split = 8 * (len(names) + 1)
         starts, ids = body[:split].view("<i8"), body[split:].view(_dtype(tokenizer.vocab_size))
-        return cls(ids, starts, tuple(header["names"]), header["digest"], tokenizer.vocab_size, tokenizer.name)
+        return cls(ids, starts, names, header["digest"], tokenizer.vocab_size, tokenizer.name)
 
 
 def _dtype(vocab_size: int) -> np.dtype:

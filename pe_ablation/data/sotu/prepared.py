@@ -1,19 +1,15 @@
 """The corpus as a tensorflow-datasets dataset in array_record files: prepared once per cache folder, then read."""
 
-import contextlib
 import hashlib
-import io
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from absl import logging
 
 from pe_ablation.config import ConfigError
 from pe_ablation.data.documents import Document, Split
 from pe_ablation.data.sotu import package
+from pe_ablation.data.tfds import quiet
 
 
 def documents(split: Split, cache: Path) -> list[Document]:
@@ -22,7 +18,7 @@ def documents(split: Split, cache: Path) -> list[Document]:
     Raises ConfigError where the prepared dataset holds anything else than the package.
     """
     root = cache / f"sotu-{package.digest()[:16]}"
-    with _quiet():
+    with quiet():
         import tensorflow_datasets as tfds  # half a second, and only when a token file is built
 
         from pe_ablation.data.sotu import sotu_dataset_builder
@@ -53,15 +49,3 @@ def _check(found: list[Document], split: Split, root: Path) -> None:
     expected = [(each.fileid, each.sha256) for each in package.addresses() if each.split == split]
     if [(name, hashlib.sha256(content).hexdigest()) for name, content in found] != expected:
         raise ConfigError(f"data.cache_dir: {root} does not hold the addresses of the package sotu; delete that folder")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep tensorflow-datasets' prints and info lines from the terminal; warnings and errors pass."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(min(verbosity, logging.WARNING))
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
