@@ -87,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "tables and curves from run records")
     report.add_argument("runs", metavar="RUNS")
     report.add_argument("--out", metavar="DIR", help="where to write (default: RUNS/report)")
+    report.add_argument("--baseline", metavar="ARM", help="an arm to which all others' paired differences are shown")
+    report.add_argument("--margin", type=float, metavar="SHARE", help="of 1x, within which a cell is stable (0.01)")
 
     _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
     return parser
@@ -178,7 +180,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from pe_ablation import report
 
-    print(report.write(args.runs, args.out or Path(args.runs) / "report"))
+    statistics = {name: value for name in ("baseline", "margin") if (value := getattr(args, name)) is not None}
+    print(report.write(args.runs, args.out or Path(args.runs) / "report", **statistics))
     return 0
 
 

@@ -22,7 +22,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -274,13 +274,13 @@ class Run:
         found = (_read_json(path) for path in sorted((self.path / "evaluation").glob("[!.]*.json")))
         return [cell for cell in found if cell is not None]
 
-    def arrays(self, cell: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of a stored cell; raises RecordError where they are missing or broken."""
+    def arrays(self, cell: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """The arrays of a stored cell, or those called `names`; raises RecordError where they are missing or broken."""
         path = self._cell(cell["key"])
         path = path.with_name(path.name + ".npz")
         try:
             with np.load(path, allow_pickle=False) as stored:
-                return dict(stored)
+                return {name: stored[name] for name in (stored.files if names is None else names)}
         except Exception as error:  # numpy and zipfile raise half a dozen types for a broken archive
             raise RecordError(f"{path}: no readable arrays ({error})") from error
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from pe_ablation import atomic, record
+from pe_ablation import atomic, record, verdict_tables, verdicts
 from pe_ablation import config as configuration
 from pe_ablation.claims import expected
 from pe_ablation.figure import curves, positions
@@ -64,20 +64,31 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     return frame.sort_values(["train_length", "encoding", "variant", "seed"], kind="stable", ignore_index=True)
 
 
-def write(runs_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> str:
-    """Write rows.csv, table.csv, table.md and curves.png into `out_dir`, and positions.png for `blocks` cells.
+def write(
+    runs_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    baseline: str | None = None,
+    margin: float = verdicts.MARGIN,
+) -> str:
+    """Write rows.csv, stats.csv, table.csv, table.md, curves.png into `out_dir`, and positions.png for `blocks` cells.
+
+    Differences to the arm `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics` says.
 
     A further protocol, split or settings has a section of its own in table.md and files of its own (table_2.csv,
     curves_2.png, positions_2.png, ...), in the order of `selections`. Returns the text of table.md. Files are replaced
-    whole; raises ValueError as `rows` does.
+    whole; raises ValueError as `rows` and `verdicts.statistics` do.
     """
     frame, out = rows(runs_dir), Path(out_dir)
+    asked = {"baseline": baseline, "margin": margin}
+    statistics = [verdicts.statistics(frame, runs_dir, **each._asdict(), **asked) for each in selections(frame)]
     out.mkdir(parents=True, exist_ok=True)
     atomic.write(out / "rows.csv", [frame.to_csv(index=False, na_rep="NaN").encode()])
+    atomic.write(out / "stats.csv", [pd.concat(statistics).to_csv(index=False, na_rep="NaN").encode()])
     sections = []
     for at, selection in enumerate(selections(frame), start=1):
         suffix, choice = "" if at == 1 else f"_{at}", selection._asdict()
-        sections.append(to_markdown(frame, **choice))
+        sections += [to_markdown(frame, **choice), verdict_tables.to_markdown(statistics[at - 1])]
         atomic.write(out / f"table{suffix}.csv", [tables(frame, **choice).to_csv().encode()])
         _picture(out / f"curves{suffix}.png", partial(curves, frame, **choice))
         if selection.protocol == "blocks" and (select(frame, **choice)[1].status == "ok").any():

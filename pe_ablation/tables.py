@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from pe_ablation import stats
+
 Frame = Any  # a DataFrame; to the type checker, pandas' selections of rows may be a Series or an array too
 # The order of presentation; an arm called NAME_suffix stands beside NAME, any other follows by name.
 ORDER = ("none", "sinusoidal", "learned", "rope", "alibi", "t5", "transformer_xl")
@@ -108,8 +110,8 @@ def summary(
     columns = [*POINT, "label", "eval_length", "seeds", "n", "mean", "sd", "low", "high", "status", "counts"]
     frame = pd.DataFrame(records).reindex(columns=columns)
     frame["label"] = [label(encoding, variant) for encoding, variant in zip(frame.encoding, frame.variant, strict=True)]
-    order = sorted(frame.index, key=lambda i: (*presentation(frame.loc[i]), frame.eval_length[i]))
-    return frame.loc[order].reset_index(drop=True)
+    ordered = sorted(frame.itertuples(), key=lambda row: (*presentation(row), row.eval_length))
+    return frame.loc[[row.Index for row in ordered]].reset_index(drop=True)
 
 
 def table(
@@ -166,8 +168,11 @@ def to_markdown(
     return "\n".join(lines + notes(part, chosen)) + "\n"
 
 
-def grid(frame: pd.DataFrame) -> str:
-    """A `table` as an aligned markdown grid; lengths also as multiples where there is one training length."""
+def grid(frame: pd.DataFrame, last: tuple[str, Sequence[str]] | None = None) -> str:
+    """A `table` as an aligned markdown grid; lengths also as multiples where there is one training length.
+
+    `last` is a further column: its header and a text per row.
+    """
     trained = frame.index.get_level_values("train_length")
     once = len(set(trained)) == 1
     header = ["train length", "encoding", "seeds"]
@@ -175,7 +180,10 @@ def grid(frame: pd.DataFrame) -> str:
     body = [
         [str(part) for part in (*index, *cells)] for index, cells in zip(frame.index, frame.to_numpy(), strict=True)
     ]
-    return text_grid([header, *body], left=(1,))
+    lines = [header, *body]
+    if last is not None:
+        lines = [[*line, text] for line, text in zip(lines, (last[0], *last[1]), strict=True)]
+    return text_grid(lines, left=(1,))
 
 
 def text_grid(lines: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
@@ -262,10 +270,9 @@ def _over_seeds(cell: Frame, seeds: np.ndarray, metric: str) -> dict[str, Any]:
         worst = next(status for status in reversed(MEANINGS) if status in counts)
         return found | dict.fromkeys(("mean", "sd", "low", "high"), math.nan) | {"status": worst}
     values = cell[metric].to_numpy(np.float64)
-    finite = bool(np.isfinite(values).all())
-    sd = float(np.std(values, ddof=1)) if n > 1 and finite else math.nan
+    _, mean, sd = stats.moments(values)
     low, high = float(values.min()), float(values.max())
-    return found | {"mean": float(values.mean()), "sd": sd, "low": low, "high": high, "status": "ok"}
+    return found | {"mean": mean, "sd": sd, "low": low, "high": high, "status": "ok"}
 
 
 def _cell(row: Any, metric: str) -> str:
