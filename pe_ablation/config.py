@@ -165,9 +165,9 @@ class Experiment:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
-    wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
     seed: int = 0
     label: str = ""
+    wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
 
     @property
     def arm(self) -> str:

@@ -164,13 +164,11 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.child.kill()
             code, self.fault = self.child.wait(), f"not done after {seconds:g} s"
-        if self.fault is None and code not in (0, SAID):
+        if code not in (0, SAID) and self.fault is None:
             self.fault = f"its process ended with code {code}"
-        if self.fault is not None:
-            text = (
-                f"wandb: the mirror is not whole ({self.fault}); the run record is, and the next start mirrors it all"
-            )
-            print(text, file=sys.stderr, flush=True)
+        if self.fault is not None and code != SAID:
+            consequence = "run records are not affected, and their next start mirrors them whole"
+            print(f"wandb: mirrored in part only ({self.fault}); {consequence}", file=sys.stderr, flush=True)
 
 
 def _follow(runs: Sequence[Run], stop: threading.Event) -> Iterator[Message]:
