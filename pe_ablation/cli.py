@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", metavar="DIR", help="where to write (default: RUNS/report)")
     report.add_argument("--baseline", metavar="ARM", help="an arm to which all others' paired differences are shown")
     report.add_argument("--margin", type=float, metavar="SHARE", help="of 1x, within which a cell is stable (0.01)")
+    report.add_argument("--wandb", action="store_true", help="also mirror table, figures and rows to W&B")
 
     _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
     return parser
@@ -114,11 +115,12 @@ def _overrides(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from pe_ablation import launch, sweep
+    from pe_ablation import launch, mirror, sweep
 
     _leave_accelerators()
     file = sweep.load(args.config)
     points = sweep.points(file, args.sweep or sweep.default_sweep(file), _overrides(args.fields))
+    points = mirror.tagged(points, args.sweep.split(",") if args.sweep else [file.name])
     if args.dry_run:
         return _print(launch.dry_run(points))
     workdir = Path(args.workdir or f"runs/{file.name}")
@@ -126,6 +128,7 @@ def _launch(args: argparse.Namespace) -> int:
     print()
     _print(launch.status(workdir))
     print(f"\npe-ablation report {workdir}")
+    _print(mirror.sync_commands(workdir))
     return code
 
 
@@ -137,7 +140,7 @@ def _leave_accelerators() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pe_ablation import launch, sweep
+    from pe_ablation import launch, mirror, sweep
 
     if args.point:
         return launch.child(args.point)
@@ -148,7 +151,9 @@ def _run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir or f"runs/{file.name}")
     [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
     code = launch.run_point([run.path for run in plan.open_runs])
-    return _print(launch.status(workdir / plan.point.directory_name)) or code
+    _print(launch.status(workdir / plan.point.directory_name))
+    _print(mirror.sync_commands(workdir / plan.point.directory_name))
+    return code
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -158,11 +163,11 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from pe_ablation import checkpoint, config, evaluate, record
+    from pe_ablation import checkpoint, config, evaluate, mirror, record
 
     chosen = {name: getattr(args, name) for name in EVALUATE}
     overrides = _overrides({f"eval.{name}": text for name, text in chosen.items() if text is not None})
-    left_out = 0
+    left_out, scored = 0, []
     for run in record.find(args.runs):
         try:
             asked = config.read(run.config["experiment"], overrides)
@@ -174,6 +179,9 @@ def _evaluate(args: argparse.Namespace) -> int:
             continue
         columns = ["encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status"]
         print(frame[columns].to_string(index=False))
+        scored.append((run, asked, frame))
+    mirror.evaluated(scored)
+    _print(mirror.sync_commands(args.runs))
     return 1 if left_out else 0
 
 
@@ -181,7 +189,12 @@ def _report(args: argparse.Namespace) -> int:
     from pe_ablation import report
 
     statistics = {name: value for name in ("baseline", "margin") if (value := getattr(args, name)) is not None}
-    print(report.write(args.runs, args.out or Path(args.runs) / "report", **statistics))
+    out = args.out or Path(args.runs) / "report"
+    print(report.write(args.runs, out, **statistics))
+    if args.wandb:
+        from pe_ablation import mirror
+
+        _print(mirror.reported(args.runs, out))
     return 0
 
 

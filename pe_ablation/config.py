@@ -21,7 +21,7 @@ from pe_ablation.model import GPTConfig
 
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
-    "eval", "label", "data.cache_dir", "data.tfds.data_dir", "train.log_every", "train.checkpoint_every",
+    "eval", "label", "wandb", "data.cache_dir", "data.tfds.data_dir", "train.log_every", "train.checkpoint_every",
     "model.implementation",
 )  # fmt: skip
 
@@ -166,6 +166,20 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class WandbConfig:
+    """How runs are mirrored to W&B (see `mirror`). What is None or empty is taken from WANDB_PROJECT, WANDB_ENTITY,
+    WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE; then: project pe-ablation, the point as group, and online where an API
+    key is configured, else offline.
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline", "disabled"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Experiment:
     """One run. A point is an Experiment without its seed; `label` names the arm in tables (default: the encoding)."""
 
@@ -176,6 +190,7 @@ class Experiment:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     seed: int = 0
     label: str = ""
+    wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
 
     @property
     def arm(self) -> str:

@@ -116,8 +116,13 @@ def score(run_dir: str | Path, overrides: Mapping[str, Any]) -> pd.DataFrame:
     """`curve` under the run's own `eval` fields with `overrides` laid over them (dotted path -> value)."""
     run = Run(Path(run_dir))
     experiment = config.read(run.config["experiment"], overrides)
+    _Scorer(run, experiment.eval).score()
+    return asked_rows(run, experiment)
+
+
+def asked_rows(run: Run, experiment: Experiment) -> pd.DataFrame:
+    """The rows of `report.rows` that belong to what `experiment.eval` asks of this run, scored or not."""
     asked, train_length = experiment.eval, experiment.train.length
-    _Scorer(run, asked).score()
     rows = report.rows(run.path)
     wanted = [asked.settings(protocol, train_length) for protocol in asked.protocols]
     keep = rows.settings.map(lambda text: json.loads(text) in wanted)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_ablation import config, record
+from pe_ablation import config, mirror, record
 from pe_ablation.config import DataConfig, Experiment
 from pe_ablation.record import RecordError, Run, State
 from pe_ablation.sweep import Point
@@ -182,8 +182,9 @@ def run_point(directories: Sequence[str | Path]) -> int:
         for run in map(Run, directories):
             run.start()
             claimed.append(run)
-        results = _train(claimed)
-        finished = [_score(run, result) for run, result in zip(tuple(claimed), results, strict=True)]
+        with mirror.training(claimed):
+            results = _train(claimed)
+            finished = [_score(run, result) for run, result in zip(tuple(claimed), results, strict=True)]
     except BaseException as error:
         return _fail_all(claimed, error)
     return 0 if all(finished) else 1

@@ -75,6 +75,11 @@ FIELDS = {
     "eval.max_windows": (None, 4),
     "eval.max_documents": (None, 2),
     "eval.batch_tokens": (4096, 1024),
+    "wandb.project": (None, "mine"),
+    "wandb.entity": (None, "us"),
+    "wandb.group": (None, "first"),
+    "wandb.tags": ((), ("a",)),
+    "wandb.mode": (None, "offline"),
     "seed": (0, 1),
     "label": ("", "mine"),
 }
@@ -335,7 +340,7 @@ def test_the_identity_changes_with_what_trains_and_nothing_else(path):
         "data.cache_dir", "data.tfds.data_dir", "label", "model.implementation", "train.checkpoint_every",
         "train.log_every",
     )  # fmt: skip
-    unchanged = path.startswith("eval.") or path in named
+    unchanged = path.startswith(("eval.", "wandb.")) or path in named
     assert (config.training_identity(other) == config.training_identity(base)) == unchanged
     assert (config.point_identity(other) == config.point_identity(base)) == (unchanged or path == "seed")
 

@@ -1,7 +1,11 @@
 """Fixtures that several test files ask for by name."""
 
+import os
+
 import jax
 import pytest
+
+os.environ["WANDB_MODE"] = "disabled"  # here and in what tests start; those of the mirror ask for it
 
 FLAG = "jax_disable_most_optimizations"
 
