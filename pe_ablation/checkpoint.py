@@ -2,7 +2,7 @@
 
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,17 @@ def load_parts(directory: Path, step: int, like: Mapping[str, Any]) -> dict[str,
     whole = {name: abstract.get(name, ocp.PLACEHOLDER) for name in found}
     loaded = ocp.load(path, whole, checkpointable_name="state")
     return jax.tree.unflatten(jax.tree.structure(dict(like)), [loaded[name] for name in named(dict(like))])
+
+
+def load_leaves(directory: Path, step: int, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
+    """The arrays of a saved state whose path `wanted` accepts, by path, without reading the rest."""
+    path: Any = directory.absolute() / str(step)
+    found = ocp.metadata(path, checkpointable_name="state").metadata
+    whole = {name: _on_device(leaf) if wanted(name) else ocp.PLACEHOLDER for name, leaf in found.items()}
+    if not any(map(wanted, found)):
+        return {}
+    loaded = ocp.load(path, whole, checkpointable_name="state")
+    return {name: np.asarray(loaded[name]) for name in found if wanted(name)}
 
 
 def last_step(directory: Path) -> int | None:

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
-from pe_ablation import checkpoint, config, data, report
+from pe_ablation import checkpoint, config, data, report, untrained
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment
 from pe_ablation.model import GPT, GPTConfig
@@ -224,6 +224,7 @@ class _Scorer:
         like = {"params": nnx.state(self.model, nnx.Param), "alive": jax.ShapeDtypeStruct((), jnp.bool_)}
         found = checkpoint.load_parts(self.run.path / "checkpoints", step, like)
         self.params, self.alive = found["params"], bool(found["alive"])
+        self.untrained = untrained.find(self.run.path / "checkpoints", step, self.params)
         if step < self.experiment.train.steps and self.alive:
             raise EvaluationError(f"{self.run.path}: trained to step {step} of {self.experiment.train.steps} only")
         return step
@@ -252,6 +253,8 @@ class _Scorer:
             "settings": chosen,
         }
         status, arrays = self._measure(protocol, length, null)
+        if status == "ok" and self.untrained is not None:
+            about["untrained"] = bool(self.untrained) and self._reads_untrained(protocol, length, null)
         self.run.save_cell(about | {"status": status} | totals(arrays), arrays)
         self.stored.add(key)
 
@@ -264,9 +267,23 @@ class _Scorer:
             return "diverged", {}
         windows = self._windows(protocol, length)
         try:
-            return "ok", self._sums(windows, self.train_length if null == "window_mask" else NO_WINDOW)
+            return "ok", self._sums(windows, self._window(null))
         except (_OutOfMemory, MemoryError):
             return "OOM", {}
+
+    def _window(self, null: str) -> int:
+        return self.train_length if null == "window_mask" else NO_WINDOW
+
+    def _reads_untrained(self, protocol: str, length: int, null: str) -> bool:
+        """Whether other values of the untrained entries give other nats: the first batch, which has every distance."""
+        batch = self._batch_size(length)
+        part = self._windows(protocol, length)[:batch]
+        inputs, wanted = self._batch(part, batch)
+        program, window = _program(self.gpt, batch, length), np.int32(self._window(null))
+        moved = untrained.changed(self.params, self.untrained or {})
+        found = [np.asarray(program(params, inputs, wanted, window))[: len(part)] for params in (self.params, moved)]
+        scored = _scored_places(part)
+        return not np.array_equal(found[0][scored], found[1][scored])
 
     def _windows(self, protocol: str, length: int) -> Windows:
         evaluation, sizes = self.evaluation, [len(each) for each in self.documents]
@@ -283,8 +300,7 @@ class _Scorer:
         sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes", "words")}
         sizes = np.asarray(self.tokenizer.bytes_per_token)
         for part, wanted, nats in self._scored(windows, window):
-            place = np.arange(windows.length)
-            scored = (place >= part.first[:, None]) & (place < part.stop[:, None]) & (sizes[wanted] > 0)
+            scored = _scored_places(part) & (sizes[wanted] > 0)
             if np.isnan(nats[scored]).any():
                 raise EvaluationError(f"{self.run.path}: NaN at evaluation length {windows.length}")
             where = (np.broadcast_to(part.document[:, None], scored.shape)[scored], np.nonzero(scored)[1])
@@ -309,7 +325,7 @@ class _Scorer:
 
     def _scored(self, windows: Windows, window: int) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
-        batch = max(1, self.evaluation.batch_tokens // windows.length)
+        batch = self._batch_size(windows.length)
         program = _program(self.gpt, batch, windows.length)
         pending = None
         try:
@@ -325,6 +341,9 @@ class _Scorer:
         except jax.errors.JaxRuntimeError as error:
             raise _out_of_memory(error) from error
 
+    def _batch_size(self, length: int) -> int:
+        return max(1, self.evaluation.batch_tokens // length)
+
     def _batch(self, part: Windows, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 inputs and targets [B,L]; what is past a document's end, or past the last window, is 0 and unscored."""
         inputs, wanted = np.zeros((2, batch, part.length), np.int32)
@@ -334,6 +353,12 @@ class _Scorer:
             if self.experiment.data.bos == "window":
                 inputs[row, 0] = self.tokenizer.bos
         return inputs, wanted
+
+
+def _scored_places(part: Windows) -> np.ndarray:
+    """bool [B,L]: the targets that the protocol scores."""
+    place = np.arange(part.length)
+    return (place >= part.first[:, None]) & (place < part.stop[:, None])
 
 
 def _fetched(part: Windows, wanted: np.ndarray, nats: jax.Array) -> tuple[Windows, np.ndarray, np.ndarray]:

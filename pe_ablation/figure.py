@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from pe_ablation import record
-from pe_ablation.tables import ORDER, Frame, label, presentation, select, summary
+from pe_ablation.tables import DAGGER, ORDER, Frame, label, presentation, select, summary
 
 # Okabe and Ito's colours (2008), told apart by the colour-blind; their yellow is too faint for a line on white.
 COLOURS = ("#4D4D4D", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#D55E00", "#56B4E9")
@@ -45,6 +46,7 @@ def curves(
 
     A colour and marker per arm; both nulls dashed and dotted in the arm's colour; a band from the lowest to the highest
     seed. A point is drawn only where every planned seed was scored with a finite number; what is left out is named.
+    Where it depends on parameters that never trained its marker is open, and the arm's name has a dagger.
     """
     chosen, part = select(rows, protocol=protocol, split=split, settings=settings)
     choice = chosen._asdict()
@@ -61,8 +63,11 @@ def curves(
         _name_lines(axis, frames["none"][frames["none"].train_length == train_length], looks)
     axes[0].set_ylabel(f"bits per byte ({chosen.protocol}, {chosen.split})")
     nulls = [null for null in NULL_LINES if len(frames[null])]
-    _legend(figure, _styles(nulls, int(frames["none"].seeds.max())))
-    return _save(figure, path)
+    shown = frames["none"]
+    untrained = bool((shown.untrained & np.isfinite(shown["mean"])).any())
+    _legend(figure, _styles(nulls, int(shown.seeds.max()), untrained))
+    save(figure, path)
+    return figure
 
 
 def positions(
@@ -99,7 +104,8 @@ def positions(
     _share_limits(axes)
     axes[0].set_ylabel(f"bits per byte ({chosen.protocol}, {chosen.split})")
     _legend(figure, [_handle(*looks[name], name) for name in part.label.unique()])
-    return _save(figure, path)
+    save(figure, path)
+    return figure
 
 
 def _by_position(cells: Frame, root: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -141,6 +147,10 @@ def _draw_panel(axis: Axes, frames: dict[str, Frame], looks: Looks, train_length
         means = group["mean"].where(np.isfinite(group["mean"]))  # a line breaks at NaN
         over = 4 if means.isna().any() else 3  # a curve that ends early starts among all the others
         axis.plot(group.eval_length, means, color=colour, marker=marker, label=name, zorder=over, **_line(marker))
+        if group.untrained.any():
+            hollow = _line(marker) | {"markeredgecolor": colour, "markerfacecolor": "white", "markeredgewidth": 1.1}
+            places, heights = group.eval_length[group.untrained], means[group.untrained]
+            axis.plot(places, heights, linestyle="none", marker=marker, zorder=over, **hollow)
         if (group.n > 1).any():
             axis.fill_between(group.eval_length, group.low, group.high, color=colour, alpha=0.18, lw=0, zorder=1)
         for null, dashes in NULL_LINES.items():
@@ -187,7 +197,7 @@ def _name_lines(axis: Axes, frame: Frame, looks: Looks) -> None:
         known = group[np.isfinite(group["mean"])]
         if len(known) and known.eval_length.max() == longest:
             gap = f" ({_ending(group, known)} in between)" if len(known) < len(group) else ""
-            reach.append((float(known["mean"].iloc[-1]), str(name), gap))
+            reach.append((float(known["mean"].iloc[-1]), str(name), (DAGGER if known.untrained.any() else "") + gap))
         else:
             early.append((str(name), _ending(group, known)))
     low, high = axis.get_ylim()
@@ -244,10 +254,13 @@ def _handle(colour: str, marker: str, name: str) -> Line2D:
     return Line2D([], [], color=colour, marker=marker, label=name, **_line(marker))
 
 
-def _styles(nulls: Sequence[str], seeds: int) -> list[Line2D]:
-    """Legend entries of line styles: full context, the nulls that are there, and the band of several seeds."""
+def _styles(nulls: Sequence[str], seeds: int, untrained: bool) -> list[Line2D]:
+    """Legend entries of line styles: full context, the nulls that are there, open markers, and the band of seeds."""
     entries = [Line2D([], [], color=INK, lw=1.7, label="all keys")] if nulls else []
     entries += [Line2D([], [], color=INK, lw=1.1, linestyle=NULL_LINES[null], label=NULL_NAMES[null]) for null in nulls]
+    if untrained:
+        text = f"{DAGGER} open: reads untrained parameters"
+        entries.append(Line2D([], [], color=INK, lw=0, marker="o", markersize=5, markerfacecolor="white", label=text))
     band = Line2D([], [], color=FAINT, lw=7, alpha=0.3, label=f"range of {seeds} seeds")
     return [*entries, band] if seeds > 1 else entries
 
@@ -265,6 +278,7 @@ def _legend(figure: Figure, entries: Sequence[Line2D]) -> None:
     )
 
 
-def _save(figure: Figure, path: Target) -> Figure:
-    figure.savefig(path, format="png", facecolor="white")
-    return figure
+def save(figure: Figure, path: Target, form: str = "png") -> None:
+    """Write a figure as png or svg: the same bytes for the same figure, so without a date."""
+    with matplotlib.rc_context({"svg.hashsalt": "pe_ablation"}):
+        figure.savefig(path, format=form, facecolor="white", metadata={"Date": None} if form == "svg" else None)

@@ -6,21 +6,26 @@ report.curves(rows, "curves.png")
 """
 
 import io
+import itertools
 import json
 import logging
+import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import pandas as pd
 
-from pe_ablation import atomic, record, verdict_tables, verdicts
+from pe_ablation import atomic, cost, record, selection, verdict_tables, verdicts
 from pe_ablation import config as configuration
 from pe_ablation.claims import expected
-from pe_ablation.figure import curves, positions
-from pe_ablation.tables import STATUSES, select, selections, summary, table, tables, to_markdown
+from pe_ablation.figure import curves, positions, save
+from pe_ablation.latex import to_latex
+from pe_ablation.selection import choose
+from pe_ablation.tables import METRICS, STATUSES, select, selections, summary, table, tables, to_markdown
 
 __all__ = [
     "COLUMNS", "curves", "expected", "positions", "read_csv", "rows", "select", "selections", "summary", "table",
@@ -33,7 +38,8 @@ AMOUNTS = ("tokens", "bytes", "words", "documents")
 COLUMNS: dict[Any, Any] = {
     "point": "str", "encoding": "str", "variant": "str", "train_length": "int64", "eval_length": "int64",
     "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
-    **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(AMOUNTS, "Int64"), "status": "str", "parameters": "Int64",
+    **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(AMOUNTS, "Int64"), "status": "str", "untrained": "str",
+    "parameters": "Int64", "seconds_per_step": "float64", "tokens_per_second": "float64", "program_seeds": "Int64",
     "data": "str", "data_digest": "str", "differs": "str", "settings": "str", "key": "str", "run": "str",
 }  # fmt: skip
 
@@ -44,10 +50,13 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     Planned cells are those of the run's own `eval` fields; cells stored in addition are rows too. `nats` is a mean per
     scored token, `perplexity` its exponential, both in natural units; `word_perplexity` is per word that begins in a
     scored token (cells stored before words were counted have none). `status`: ok | n/a | OOM | diverged | failed |
-    missing; only stored cells have numbers, the others NaN. `settings` is the protocol's own fields as JSON, `run` the
-    directory relative to `runs_dir`. `window_recompute` is the model's own cell at its training length under the same
-    settings, so it is derived, not stored. `variant` names the fields in which arms of one name differ, `differs` has
-    as JSON the fields, other than encoding and training length, in which the runs differ at all.
+    missing; only stored cells have numbers, the others NaN. `untrained`: "True" where the numbers depend on an entry of
+    the encoding's parameters that no training gradient reached, "False", or "" where that isn't known. Of a run's
+    training program: `seconds_per_step` and `tokens_per_second` (see `_speed`) and `program_seeds`, the number of seeds
+    that it trained at once. `settings` is the protocol's own fields as JSON, `run` the directory relative to
+    `runs_dir`. `window_recompute` is the model's own cell at its training length under the same settings, so it is
+    derived, not stored. `variant` names the fields in which arms of one name differ, `differs` has as JSON the fields,
+    other than encoding and training length, in which the runs differ at all.
 
     Raises ValueError for a folder that is absent or holds no run, and for two records of one point and seed.
     """
@@ -68,34 +77,71 @@ def write(
     runs_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     *,
+    protocol: str | None = None,
+    metric: str = "bits_per_byte",
+    split: str = "validation",
+    field: str | None = None,
+    seed: int | None = None,
     baseline: str | None = None,
     margin: float = verdicts.MARGIN,
 ) -> str:
-    """Write rows.csv, stats.csv, table.csv, table.md, curves.png into `out_dir`, and positions.png for `blocks` cells.
+    """Write rows.csv, stats.csv, table.md, table.csv, table.tex and curves (png, svg), and positions for `blocks`.
 
-    Differences to the arm `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics` says.
-
-    A further protocol, split or settings has a section of its own in table.md and files of its own (table_2.csv,
-    curves_2.png, positions_2.png, ...), in the order of `selections`. Returns the text of table.md. Files are replaced
-    whole; raises ValueError as `rows` and `verdicts.statistics` do.
+    One split; all protocols, or one. A further protocol or settings has a section of its own in table.md and files of
+    its own (table_2.csv, curves_2.png, positions_2.png, ...), in the order of `selections`. With `field` the rows are
+    those of the values that `selection.choose` takes (on `seed`, if given), and grid.csv and grid.md hold its grid.
+    Intervals, differences to the arm `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics`
+    says, in bits per byte where `metric` is no ratio of sums. Returns the text of table.md. Files are replaced whole;
+    raises ValueError as `rows` and `verdicts.statistics` do, and for rows that are not there.
     """
-    frame, out = rows(runs_dir), Path(out_dir)
-    asked = {"baseline": baseline, "margin": margin}
-    statistics = [verdicts.statistics(frame, runs_dir, **each._asdict(), **asked) for each in selections(frame)]
+    configuration.convert(Literal[tuple(METRICS)], metric, "metric")
+    frame, choice = rows(runs_dir), None
+    if field is not None:
+        choice = choose(frame, field, None if seed is None else [seed])
+        frame = choice.rows
+    frame = shown(frame, split, protocol)
+    chosen = [each._asdict() for each in selections(frame)]
+    asked = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
+    judged = [verdicts.statistics(frame, runs_dir, **each, **asked) for each in chosen]
+    out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    atomic.write(out / "rows.csv", [frame.to_csv(index=False, na_rep="NaN").encode()])
-    atomic.write(out / "stats.csv", [pd.concat(statistics).to_csv(index=False, na_rep="NaN").encode()])
+    atomic.write(out / "rows.csv", [_csv(frame)])
+    atomic.write(out / "stats.csv", [_csv(pd.concat(judged))])
     sections = []
-    for at, selection in enumerate(selections(frame), start=1):
-        suffix, choice = "" if at == 1 else f"_{at}", selection._asdict()
-        sections += [to_markdown(frame, **choice), verdict_tables.to_markdown(statistics[at - 1])]
-        atomic.write(out / f"table{suffix}.csv", [tables(frame, **choice).to_csv().encode()])
-        _picture(out / f"curves{suffix}.png", partial(curves, frame, **choice))
-        if selection.protocol == "blocks" and (select(frame, **choice)[1].status == "ok").any():
-            _picture(out / f"positions{suffix}.png", partial(positions, frame, runs_dir, **choice))
+    for at, (which, found) in enumerate(zip(chosen, judged, strict=True), start=1):
+        suffix = "" if at == 1 else f"_{at}"
+        sections += [to_markdown(frame, metric=metric, **which), verdict_tables.to_markdown(found)]
+        atomic.write(out / f"table{suffix}.csv", [tables(frame, metric=metric, **which).to_csv().encode()])
+        atomic.write(out / f"table{suffix}.tex", [to_latex(frame, metric=metric, **which).encode()])
+        _picture(out / f"curves{suffix}", partial(curves, frame, **which))
+        if which["protocol"] == "blocks" and (select(frame, **which)[1].status == "ok").any():
+            _picture(out / f"positions{suffix}", partial(positions, frame, runs_dir, **which))
+    if choice is not None:
+        sections[0] += selection.note(choice)
+        atomic.write(out / "grid.csv", [_csv(choice.grid)])
+        atomic.write(out / "grid.md", [selection.to_markdown(choice).encode()])
+    sections.append(cost.to_markdown(frame, **chosen[0]))
     text = "\n".join([*sections, expected(frame)])
     atomic.write(out / "table.md", [text.encode()])
     return text
+
+
+def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
+    """The rows of one split, and of one protocol if it is named; ValueError for what isn't known or isn't there."""
+    allowed = get_type_hints(configuration.EvalConfig)
+    configuration.convert(allowed["split"], split, "split")
+    if protocol is not None:
+        configuration.convert(get_args(allowed["protocols"])[0], protocol, "protocol")
+    kept = frame[(frame.split == split) & (frame.protocol.isin([protocol]) if protocol else True)]
+    if kept.empty:
+        present = "; ".join(dict.fromkeys(f"{each.protocol} / {each.split}" for each in selections(frame))) or "nothing"
+        way = "" if protocol else f"; score it first: pe-ablation evaluate RUNS --split {split}"
+        raise ValueError(f"no rows of split {split!r}, protocol {protocol or 'any'!r}; present: {present}{way}")
+    return kept.reset_index(drop=True)
+
+
+def _csv(frame: pd.DataFrame) -> bytes:
+    return frame.to_csv(index=False, na_rep="NaN").encode()
 
 
 def read_csv(path: str | os.PathLike[str]) -> pd.DataFrame:
@@ -136,10 +182,10 @@ def _readable(runs: list[record.Run]) -> list[record.Run]:
 
 def _differing(configs: list[dict[str, Any]]) -> list[str]:
     """For every run, the fields beside encoding and training length in which any two runs differ, as JSON."""
-    flat = [_flat(config["experiment"]) for config in configs]
-    fields = [name for name in flat[0] if not name.startswith("encoding.") and name != "train.length"]
-    fields = [name for name in fields if any(each.get(name) != flat[0][name] for each in flat)]
-    return [json.dumps({name: each.get(name) for name in fields}, sort_keys=True) for each in flat]
+    flat = [fields(config["experiment"]) for config in configs]
+    names = [name for name in flat[0] if not name.startswith("encoding.") and name != "train.length"]
+    names = [name for name in names if any(each.get(name) != flat[0][name] for each in flat)]
+    return [json.dumps({name: each.get(name) for name in names}, sort_keys=True) for each in flat]
 
 
 def _about(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +223,7 @@ def _check_distinct(runs: list[record.Run], configs: list[dict[str, Any]]) -> No
 
 def _variants(configs: list[dict[str, Any]]) -> list[str]:
     """For every run, "field=value, ..." where arms of the same name and training length differ; "" where none do."""
-    flat = [_flat(config["experiment"]) | {"data digest": config["data_digest"][:8]} for config in configs]
+    flat = [fields(config["experiment"]) | {"data digest": config["data_digest"][:8]} for config in configs]
     names = [(config["arm"], config["experiment"]["train"]["length"]) for config in configs]
     variants = []
     for own, name in zip(flat, names, strict=True):
@@ -194,14 +240,14 @@ def _variants(configs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def fields(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The fields that make a point, by dotted path: neither the seed nor what changes no trained number."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if path in configuration.OUTSIDE_IDENTITY or path == "seed":
             continue
-        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+        flat |= fields(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return flat
 
 
@@ -218,9 +264,10 @@ def _cells(run: record.Run, config: Mapping[str, Any]) -> Iterator[dict[str, Any
         stored.setdefault(group, {})[cell["null"], cell["length"]] = cell
     result = run.result() or {}
     absent = _absent_status(run, result)
+    about = {"parameters": result.get("parameters")} | _speed(_timing(run))
     for group, here in stored.items():
         protocol, split, settings = group
-        common = {"protocol": protocol, "split": split, "settings": settings, "parameters": result.get("parameters")}
+        common = {"protocol": protocol, "split": split, "settings": settings} | about
         keys = {*here, *(_planned(plan, train) if group in planned else ())}
         lengths = {length for null, length in keys if null == "none" and length > train}
         keys |= {("window_recompute", length) for length in lengths}
@@ -244,10 +291,36 @@ def _canonical(settings: Mapping[str, Any]) -> str:
 
 def _numbers(cell: Mapping[str, Any] | None, absent: str) -> dict[str, Any]:
     if cell is None:
-        return {"status": absent, "key": ""}
+        return {"status": absent, "key": "", "untrained": ""}
     if cell["status"] not in STATUSES:
         raise ValueError(f"cell {cell['key']}: status {cell['status']!r} is not known; allowed: {', '.join(STATUSES)}")
-    return {name: cell.get(name) for name in ("status", "key", *NUMBERS, *AMOUNTS)}
+    untrained = str(cell["untrained"]) if "untrained" in cell else ""
+    return {name: cell.get(name) for name in ("status", "key", *NUMBERS, *AMOUNTS)} | {"untrained": untrained}
+
+
+def _timing(run: record.Run) -> list[dict[str, Any]]:
+    """The rows of timing.jsonl; a broken log costs the run its speed, not its numbers."""
+    try:
+        return run.rows("timing")
+    except record.RecordError as error:
+        _log.warning("%s; its speed is left out", error)
+        return []
+
+
+def _speed(timing: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the logged intervals of a training program; the first, which has the compilation in it, is left out.
+
+    A step is one of the program's, so it trains all the seeds that share it, and their tokens count. NaN where only one
+    interval was logged.
+    """
+    steps = [row["step"] - before["step"] for before, row in itertools.pairwise(timing)]
+    later = timing[1:]
+    seconds = [row["seconds"] / count for row, count in zip(later, steps, strict=True)]
+    return {
+        "seconds_per_step": statistics.median(seconds) if later else math.nan,
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in later) if later else math.nan,
+        "program_seeds": timing[-1].get("seeds") if timing else None,
+    }
 
 
 def _absent_status(run: record.Run, result: Mapping[str, Any]) -> str:
@@ -257,7 +330,9 @@ def _absent_status(run: record.Run, result: Mapping[str, Any]) -> str:
     return "failed" if run.status()[0] == "failed" else "missing"
 
 
-def _picture(path: Path, draw: Callable[..., Any]) -> None:
-    buffer = io.BytesIO()
-    draw(path=buffer)
-    atomic.write(path, [buffer.getvalue()])
+def _picture(stem: Path, draw: Callable[..., Any]) -> None:
+    """Draw once, keep as STEM.png and STEM.svg."""
+    png, svg = io.BytesIO(), io.BytesIO()
+    save(draw(path=png), svg, "svg")
+    atomic.write(stem.with_name(f"{stem.name}.png"), [png.getvalue()])
+    atomic.write(stem.with_name(f"{stem.name}.svg"), [svg.getvalue()])

@@ -23,6 +23,11 @@ METRICS = {
 NULLS = ("none", "window_mask", "window_recompute")
 POINT = ["train_length", "encoding", "variant", "point", "data_digest"]
 SYMBOLS = {"missing": "-"}
+DAGGER = "†"
+UNTRAINED = (
+    f"{DAGGER}: the number depends on entries of the encoding's parameters that no training gradient reached "
+    "(buckets of distances past the training length), so on their initial values"
+)
 MEANINGS = {
     "n/a": "n/a: the encoding has no position for this length",
     "OOM": "OOM: out of memory",
@@ -95,8 +100,8 @@ def summary(
     """Statistics over seeds, a row per (point, evaluation length).
 
     Columns: those of a point; label; eval_length; seeds (planned), n (scored); mean, sd (ddof 1; NaN for one seed),
-    low, high; status ("ok" only if n == seeds) and counts {status: seeds}. Numbers of incomplete cells are NaN. Runs
-    that differ in anything but the seed are different points and never pooled.
+    low, high; status ("ok" only if n == seeds) and counts {status: seeds}; untrained (any seed's cell is). Numbers of
+    incomplete cells are NaN. Runs that differ in anything but the seed are different points and never pooled.
     """
     _known("metric", metric, METRICS)
     _known("null", null, NULLS)
@@ -107,8 +112,8 @@ def summary(
         common = dict(zip(POINT, point, strict=True))
         for length, cell in group[group.null == null].groupby("eval_length"):
             records.append(common | {"eval_length": length} | _over_seeds(cell, seeds, metric))
-    columns = [*POINT, "label", "eval_length", "seeds", "n", "mean", "sd", "low", "high", "status", "counts"]
-    frame = pd.DataFrame(records).reindex(columns=columns)
+    statistics = ["seeds", "n", "mean", "sd", "low", "high", "status", "counts", "untrained"]
+    frame = pd.DataFrame(records).reindex(columns=[*POINT, "label", "eval_length", *statistics])
     frame["label"] = [label(encoding, variant) for encoding, variant in zip(frame.encoding, frame.variant, strict=True)]
     ordered = sorted(frame.itertuples(), key=lambda row: (*presentation(row), row.eval_length))
     return frame.loc[[row.Index for row in ordered]].reset_index(drop=True)
@@ -125,8 +130,9 @@ def table(
 ) -> pd.DataFrame:
     """Training length x encoding (index, with the number of seeds) against evaluation length (columns): text cells.
 
-    A cell is "mean ± sd" over all planned seeds ("mean" for one), or its status with how many of how many seeds are
-    there: "- (2/3)". "" was never planned. No numbers of different protocols, splits or settings meet in one table.
+    A cell is "mean ± sd" over all planned seeds ("mean" for one), with a dagger where it is `untrained`, or its status
+    with how many of how many seeds are there: "- (2/3)". "" was never planned. No numbers of different protocols,
+    splits or settings meet in one table.
     """
     frame: Frame = summary(rows, protocol=protocol, metric=metric, null=null, split=split, settings=settings)
     lengths = sorted(frame.eval_length.unique())
@@ -210,8 +216,10 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
         else f"One seed each ({seeds}): no spread is shown"
     )
     lines = [f"- Scored: {describe(chosen)}", *_amounts(part), f"- {spread}.", *_unequal(part)]
+    incomplete = (part.status != "ok").any()
     marks = [meaning for status, meaning in MEANINGS.items() if (part.status == status).any()]
-    marks += ["(k/n): only k of n seeds are there, and no mean is taken"] if marks and several else []
+    marks += [UNTRAINED] if (part.untrained == "True").any() else []
+    marks += ["(k/n): only k of n seeds are there, and no mean is taken"] if several and incomplete else []
     return [*lines, f"- {'; '.join(marks)}."] if marks else lines
 
 
@@ -265,7 +273,8 @@ def _over_seeds(cell: Frame, seeds: np.ndarray, metric: str) -> dict[str, Any]:
     if absent := len(seeds) - len(cell):
         counts["missing"] = counts.get("missing", 0) + absent
     n = counts.get("ok", 0)
-    found: dict[str, Any] = {"seeds": len(seeds), "n": n, "counts": counts}
+    untrained = bool((cell.untrained == "True").any())
+    found: dict[str, Any] = {"seeds": len(seeds), "n": n, "counts": counts, "untrained": untrained}
     if n < len(seeds):
         worst = next(status for status in reversed(MEANINGS) if status in counts)
         return found | dict.fromkeys(("mean", "sd", "low", "high"), math.nan) | {"status": worst}
@@ -278,7 +287,7 @@ def _over_seeds(cell: Frame, seeds: np.ndarray, metric: str) -> dict[str, Any]:
 def _cell(row: Any, metric: str) -> str:
     if row.status == "ok":
         spread = f" ± {number(row.sd, metric)}" if row.n > 1 and math.isfinite(row.sd) else ""
-        return number(row.mean, metric) + spread
+        return number(row.mean, metric) + spread + (DAGGER if row.untrained else "")
     text = ", ".join(SYMBOLS.get(status, status) for status in MEANINGS if status in row.counts)
     whole = row.counts.get(row.status) == row.seeds
     return text if whole else f"{text} ({row.n}/{row.seeds})"

@@ -334,7 +334,8 @@ class _Log:
         now = time.monotonic()
         seconds, steps = now - self.began, step - self.since
         tokens = steps * self.train.batch_tokens * len(self.runs)
-        row = {"step": step, "seconds": seconds, "tokens_per_second": tokens / seconds if seconds else math.inf}
+        rate = tokens / seconds if seconds else math.inf
+        row = {"step": step, "seconds": seconds, "tokens_per_second": rate, "seeds": len(self.runs)}
         for run in self.runs:
             run.append("timing", [row])
         self.since, self.began = step, now

@@ -320,8 +320,8 @@ def test_write_leaves_whole_files_and_nothing_else(tmp_path):
     store(run, 8, 2.0, protocol="blocks")
     text = report.write(tmp_path / "runs", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "rows.csv", "stats.csv", "table.md", "table.csv", "table_2.csv", "curves.png", "curves_2.png",
-        "positions_2.png",
+        "rows.csv", "stats.csv", "table.md", "table.csv", "table_2.csv", "table.tex", "table_2.tex", "curves.png",
+        "curves_2.png", "positions_2.png", "curves.svg", "curves_2.svg", "positions_2.svg",
     }  # fmt: skip
     assert (tmp_path / "out" / "table.md").read_text() == text
     stored = pd.read_csv(tmp_path / "out" / "table.csv", dtype=str, keep_default_na=False)
