@@ -47,7 +47,7 @@ SIZES = {
         "seeds": (0, 1, 2),
         "scale": 0.1,
         "heads": 2,
-        "train": {"steps": 2000, "batch_tokens": 512, "warmup_steps": 200, "checkpoint_every": 500},
+        "train": {"steps": 1600, "batch_tokens": 512, "warmup_steps": 160, "checkpoint_every": 400},
         "eval": {"lengths": (128, 256, 512, 1024, 2048, 4096, 8192), "last_k": 64, "max_windows": 16},
     },
 }
