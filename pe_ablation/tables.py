@@ -115,8 +115,9 @@ def summary(
     statistics = ["seeds", "n", "mean", "sd", "low", "high", "status", "counts", "untrained"]
     frame = pd.DataFrame(records).reindex(columns=[*POINT, "label", "eval_length", *statistics])
     frame["label"] = [label(encoding, variant) for encoding, variant in zip(frame.encoding, frame.variant, strict=True)]
-    ordered = sorted(frame.itertuples(), key=lambda row: (*presentation(row), row.eval_length))
-    return frame.loc[[row.Index for row in ordered]].reset_index(drop=True)
+    cells: list[Any] = list(frame.itertuples())
+    order = sorted(cells, key=lambda row: (*presentation(row), row.eval_length))
+    return frame.loc[[row.Index for row in order]].reset_index(drop=True)
 
 
 def table(
