@@ -42,10 +42,10 @@ class Mirror:
         try:
             self.runs[id] = self._init(mode, chosen)
         except Exception as error:
-            if mode != "online":
+            if mode != "online" or self.runs:
                 raise
-            self.unreachable = True
-            self.say(f"{_line(error)}; the mirror is kept offline")
+            self._stay_offline(error)
+            self.wandb.teardown()  # the service holds on to the id that it failed with
             self.runs[id] = self._init("offline", chosen)
         for metric, options in about["metrics"]:
             self.define(id, metric, options)
@@ -55,12 +55,21 @@ class Mirror:
         mode = {"run": "online", "dryrun": "offline"}.get(found := asked or self.settings.mode, found)
         if mode != "online":
             return mode
-        if not self.unreachable and self.wandb.login(prompt=False, verify=False):
-            return "online"
-        if not self.unreachable and (asked or "WANDB_MODE" in os.environ):
-            self.unreachable = True
-            self.say("mode is online, and there is no API key; the mirror is kept offline")
+        if self.unreachable:
+            return "offline"
+        try:
+            if self.wandb.login(prompt=False, verify=True):
+                return "online"
+        except Exception as error:
+            self._stay_offline(error)
+            return "offline"
+        if asked or "WANDB_MODE" in os.environ:
+            self._stay_offline(ValueError("mode is online, but there is no API key"))
         return "offline"
+
+    def _stay_offline(self, error: Exception) -> None:
+        self.unreachable = True
+        self.say(f"{_line(error)}; the mirror is kept offline")
 
     def _init(self, mode: str, chosen: dict[str, Any]) -> Any:
         settings = self.wandb.Settings(

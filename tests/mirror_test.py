@@ -346,27 +346,32 @@ def test_disabled_starts_nothing(tmp_path, monkeypatch, by):
 
 
 class FakeWandb:
-    """Settings as `wandb.setup` found them, whether there is a key, whether a server answers."""
+    """Settings as `wandb.setup` found them, whether there is a key, and whether a server answers and takes the run."""
 
-    def __init__(self, *, key=False, reachable=True, **found):
+    def __init__(self, *, key=False, reachable=True, allowed=True, **found):
         empty = {"mode": "online", "project": None, "entity": None, "run_group": None, "run_tags": None}
         self.settings = SimpleNamespace(**{**empty, **found})
-        self.key, self.reachable, self.began, self.said = key, reachable, [], []
+        self.key, self.reachable, self.allowed, self.began, self.said = key, reachable, allowed, [], []
 
     def setup(self):
         return self
 
     def login(self, *, prompt, verify):
-        assert not prompt and not verify
+        assert not prompt and verify
+        if self.key and not self.reachable:
+            raise ConnectionError("no route\nto host")
         return self.key
+
+    def teardown(self):
+        self.began.append({"mode": "teardown"})
 
     def Settings(self, **fields):
         return fields
 
     def init(self, **chosen):
         self.began.append(chosen)
-        if chosen["mode"] == "online" and not self.reachable:
-            raise ConnectionError("no route\nto host")
+        if chosen["mode"] == "online" and not self.allowed:
+            raise PermissionError("not yours")
         return SimpleNamespace(define_metric=lambda *args, **options: None)
 
 
@@ -402,6 +407,7 @@ def test_a_field_comes_before_a_variable_and_that_before_the_default(tmp_path):
         (FakeWandb(key=True), "offline", "offline", 0),
         (FakeWandb(), "online", "offline", 1),
         (FakeWandb(key=True, reachable=False), None, "offline", 1),
+        (FakeWandb(key=True, allowed=False), None, "offline", 1),
     ],
 )
 def test_online_needs_a_key_and_a_server_and_is_never_asked_for(tmp_path, fake, asked, mode, said):
@@ -409,14 +415,25 @@ def test_online_needs_a_key_and_a_server_and_is_never_asked_for(tmp_path, fake, 
     assert len(fake.said) == said and not any("\n" in line for line in fake.said)
 
 
-def test_a_server_that_is_gone_is_tried_once(tmp_path):
-    fake = FakeWandb(key=True, reachable=False)
+@pytest.mark.parametrize(
+    ("refusal", "modes", "line"),
+    [
+        ({"reachable": False}, ["offline", "offline"], "ConnectionError: no route; the mirror is kept offline"),
+        (
+            {"allowed": False},
+            ["online", "teardown", "offline", "offline"],
+            "PermissionError: not yours; the mirror is kept offline",
+        ),
+    ],
+)
+def test_a_server_that_is_gone_or_refuses_is_tried_once(tmp_path, refusal, modes, line):
+    fake = FakeWandb(key=True, **refusal)
     begins = follow([make_run(tmp_path, seed) for seed in (0, 1)])[:2]
     process = Mirror(fake, fake.said.append)
     for begin in begins:
         process.begin(begin["id"], begin["about"])
-    assert [each["mode"] for each in fake.began] == ["online", "offline", "offline"]
-    assert fake.said == ["ConnectionError: no route; the mirror is kept offline"]
+    assert [each["mode"] for each in fake.began] == modes
+    assert fake.said == [line]
 
 
 def test_launch_tags_its_sweep_and_ends_with_the_lines_that_upload(tmp_path, monkeypatch, capsys):
