@@ -17,6 +17,12 @@ EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
     "max_windows": "256",
     "batch_tokens": "4096",
 }
+REPORT = {  # what `report` can narrow down
+    "protocol": "one protocol: targets, blocks or sliding (default: all)",
+    "metric": "bits_per_byte, nats or perplexity (default: bits_per_byte)",
+    "split": "validation or test (default: validation)",
+}
+SELECT = "choose the best value of a swept field (lr: train.learning_rate) per encoding and training length, at 1x"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     launch = _command(commands, "launch", _launch, "train and score every point of a sweep")
     _add_config(launch, launch)
     launch.add_argument("--sweep", metavar="NAME", help="a sweep of the config file (default: its plain one)")
+    _add_select(launch, f"{SELECT}, on a seed of its own, then train the sweep at it", "100")
 
     run = _command(commands, "run", _run, "train and score the config alone, without a sweep")
     what = run.add_mutually_exclusive_group(required=True)
@@ -85,10 +92,16 @@ def _parser() -> argparse.ArgumentParser:
         evaluate.add_argument(f"--{name}", help=f"{help_text} (default: the run's own)")
 
     report = _command(commands, "report", _report, "tables and curves from run records")
-    report.add_argument("runs", metavar="RUNS")
-    report.add_argument("--out", metavar="DIR", help="where to write (default: RUNS/report)")
+    report.add_argument("runs", metavar="RUNS", nargs="+", help="a folder of runs; two with --compare")
+    report.add_argument("--out", metavar="DIR", help="where to write (default: RUNS/report, of the first RUNS)")
+    for name, help_text in REPORT.items():
+        report.add_argument(f"--{name}", help=help_text)
     report.add_argument("--baseline", metavar="ARM", help="an arm to which all others' paired differences are shown")
     report.add_argument("--margin", type=float, metavar="SHARE", help="of 1x, within which a cell is stable (0.01)")
+    _add_select(report, f"{SELECT}, on seeds that the table leaves out", "those with the whole grid")
+    report.add_argument(
+        "--compare", action="store_true", help="the second RUNS less the first, paired, and their config"
+    )
     report.add_argument("--wandb", action="store_true", help="also mirror table, figures and rows to W&B")
 
     _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
@@ -108,6 +121,24 @@ def _add_config(parser: argparse.ArgumentParser, source: Any) -> None:
     parser.epilog = f"{FIELD}FIELD=VALUE overrides a field, as in {FIELD}train.steps=100"
 
 
+def _add_select(parser: argparse.ArgumentParser, help_text: str, seeds: str) -> None:
+    parser.add_argument("--select", metavar="FIELD", help=help_text)
+    parser.add_argument("--select_seed", metavar="K", help=f"the seed to choose by (default: {seeds})")
+
+
+def _selected(args: argparse.Namespace) -> dict[str, Any]:
+    """{field, seed} of --select; empty without it."""
+    from pe_ablation import config, selection
+
+    if args.select is None:
+        if args.select_seed is not None:
+            raise config.ConfigError("select_seed: goes with --select FIELD")
+        return {}
+    seed = args.select_seed
+    typed = None if seed is None else config.convert(int, config.from_flag(seed), "select_seed")
+    return {"field": selection.field_path(args.select), "seed": typed}
+
+
 def _overrides(fields: Mapping[str, str]) -> dict[str, Any]:
     from pe_ablation import config
 
@@ -115,19 +146,23 @@ def _overrides(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from pe_ablation import launch, mirror, sweep
+    from pe_ablation import launch, mirror, sweep, tuning
 
+    selected = _selected(args)
     _leave_accelerators()
     file = sweep.load(args.config)
     points = sweep.points(file, args.sweep or sweep.default_sweep(file), _overrides(args.fields))
     points = mirror.tagged(points, args.sweep.split(",") if args.sweep else [file.name])
     if args.dry_run:
-        return _print(launch.dry_run(points))
+        return _print(tuning.dry_run(points, **selected) if selected else launch.dry_run(points))
     workdir = Path(args.workdir or f"runs/{file.name}")
-    code = launch.launch(points, workdir, file.spec)
+    if selected:
+        code = tuning.launch_selected(points, workdir, file.spec, **selected)
+    else:
+        code = launch.launch(points, workdir, file.spec)
     print()
     _print(launch.status(workdir))
-    print(f"\npe-ablation report {workdir}")
+    print(f"\npe-ablation report {workdir}{f' --select {args.select}' if selected else ''}")
     _print(mirror.sync_commands(workdir))
     return code
 
@@ -186,15 +221,25 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from pe_ablation import report
+    from pe_ablation import config, report
 
-    statistics = {name: value for name in ("baseline", "margin") if (value := getattr(args, name)) is not None}
-    out = args.out or Path(args.runs) / "report"
-    print(report.write(args.runs, out, **statistics))
+    wanted, how = (2, "with") if args.compare else (1, "without")
+    if len(args.runs) != wanted:
+        raise config.ConfigError(f"RUNS: {len(args.runs)} given; {wanted} {how} --compare")
+    asked = {name: value for name in (*REPORT, "baseline", "margin") if (value := getattr(args, name)) is not None}
+    out = args.out or Path(args.runs[0]) / "report"
+    if args.compare:
+        from pe_ablation import compare
+
+        if alone := {"baseline", "margin", "wandb"} & {*asked, *(("wandb",) if args.wandb else ())}:
+            raise config.ConfigError(f"--{sorted(alone)[0]}: goes without --compare")
+        print(compare.write(*args.runs, out, **asked, **_selected(args)))
+        return 0
+    print(report.write(*args.runs, out, **asked, **_selected(args)))
     if args.wandb:
         from pe_ablation import mirror
 
-        _print(mirror.reported(args.runs, out))
+        _print(mirror.reported(args.runs[0], out))
     return 0
 
 

@@ -52,6 +52,11 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
     digests: dict[DataConfig, str] = {}
     checked: set[tuple[DataConfig, str]] = set()
     for experiment in (point.experiments[0] for point in points):
+        if experiment.eval.split == "test":
+            raise config.ConfigError(
+                "eval.split: a launch scores 'validation' alone; once nothing is chosen any more, the test split is "
+                "opened by: pe-ablation evaluate RUNS --split test"
+            )
         if experiment.data not in digests:
             digests[experiment.data] = data.load(experiment.data, "train").digest
         if (experiment.data, experiment.eval.split) not in checked:

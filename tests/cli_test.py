@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import pe_ablation
-from pe_ablation import cli, config, encodings, evaluate, launch
+from pe_ablation import cli, config, encodings, evaluate, launch, tuning
 from pe_ablation.record import Run
 
 SOURCE = """
@@ -219,13 +219,54 @@ def test_evaluate_scores_finished_runs_where_it_is_told(study, monkeypatch, caps
 def test_report_prints_what_it_wrote(monkeypatch, capsys):
     asked = []
 
-    def write(runs_dir, out_dir):
-        asked.append((str(runs_dir), str(out_dir)))
+    def write(runs_dir, out_dir, **options):
+        asked.append((str(runs_dir), str(out_dir), options))
         return "| table |"
 
     monkeypatch.setattr(pe_ablation, "report", SimpleNamespace(write=write), raising=False)
     assert cli.main(["report", "w"]) == cli.main(["report", "w", "--out", "there"]) == 0
-    assert asked == [("w", "w/report"), ("w", "there")] and capsys.readouterr().out == "| table |\n" * 2
+    assert asked == [("w", "w/report", {}), ("w", "there", {})] and capsys.readouterr().out == "| table |\n" * 2
+    del asked[:]
+    narrow = ["--split", "test", "--metric", "nats", "--protocol", "blocks", "--select", "lr", "--select_seed", "7"]
+    assert cli.main(["report", "w", *narrow]) == 0
+    assert asked == [
+        ("w", "w/report", {
+            "split": "test", "metric": "nats", "protocol": "blocks", "field": "train.learning_rate", "seed": 7,
+        })
+    ]  # fmt: skip
+
+
+def test_report_compares_two_folders_and_tables_one(monkeypatch, capsys):
+    asked = []
+    compare = SimpleNamespace(write=lambda *args, **options: asked.append((*map(str, args), options)) or "compared")
+    monkeypatch.setattr(pe_ablation, "compare", compare, raising=False)
+    assert cli.main(["report", "a", "b", "--compare", "--metric", "nats"]) == 0
+    assert asked == [("a", "b", "a/report", {"metric": "nats"})] and capsys.readouterr().out == "compared\n"
+    assert "RUNS: 1 given; 2 with --compare" in refused(capsys, "report", "a", "--compare")
+    assert "RUNS: 2 given; 1 without --compare" in refused(capsys, "report", "a", "b")
+
+
+def test_a_seed_to_choose_by_is_a_number_and_goes_with_a_field(study, capsys):
+    assert "select_seed: goes with --select" in refused(capsys, "report", "w", "--select_seed", "1")
+    for command in (["report", "w"], ["launch", "--config", "study.py"]):
+        assert "select_seed: expected int, got 'x'" in refused(capsys, *command, "--select", "lr", "--select_seed", "x")
+
+
+def test_launch_with_a_choice_trains_in_two_stages(study, monkeypatch, capsys):
+    asked = []
+
+    def pretend(points, workdir, source, **options):
+        asked.append((len(points), options))
+        launch.plan(points, workdir, source, {})
+        return 0
+
+    monkeypatch.setattr(tuning, "launch_selected", pretend)
+    assert cli.main(["launch", "--config", "study.py", "--select", "lr"]) == 0
+    assert asked == [(2, {"field": "train.learning_rate", "seed": None})]
+    assert capsys.readouterr().out.endswith("\npe-ablation report runs/study --select lr\n")
+    assert "single value of train.learning_rate" in refused(
+        capsys, "launch", "--config", "study.py", "--select", "lr", "--dry_run"
+    )
 
 
 def test_encodings_lists_every_one_with_its_card(capsys):
