@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FIELD = "--config."
+AXIS = "--sweep."
 EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
     "lengths": "64,128",
     "protocols": "targets,blocks",
@@ -28,11 +29,14 @@ SELECT = "choose the best value of a swept field (lr: train.learning_rate) per e
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 fine, 1 something is not done, 2 refused (one line on stderr), 130 interrupted."""
     parser = _parser()
-    rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), parser)
+    rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), FIELD, parser)
+    rest, axes = _split_fields(rest, AXIS, parser)
     args = parser.parse_args(rest)
     if fields and getattr(args, "config", None) is None:
         parser.error(f"{FIELD}FIELD=VALUE goes with --config")
-    args.fields = fields
+    if axes and args.command is not _launch:
+        parser.error(f"{AXIS}FIELD=VALUES goes with launch")
+    args.fields, args.axes = fields, axes
     try:
         return args.command(args)
     except KeyboardInterrupt:
@@ -51,20 +55,20 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or raised_in.is_relative_to(Path(__file__).parent)
 
 
-def _split_fields(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
+def _split_fields(argv: list[str], prefix: str, parser: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
     """Take `--config.a.b=v` and `--config.a.b v` out of the arguments: (what is left, {"a.b": "v"})."""
     rest, fields = [], {}
     remaining = iter(argv)
     for argument in remaining:
-        if not argument.startswith(FIELD):
+        if not argument.startswith(prefix):
             rest.append(argument)
             continue
-        name, equals, value = argument.removeprefix(FIELD).partition("=")
+        name, equals, value = argument.removeprefix(prefix).partition("=")
         text = value if equals else next(remaining, None)
         if text is None:
             parser.error(f"{argument}: needs a value")
         if name in fields:
-            parser.error(f"{FIELD}{name}: given twice")
+            parser.error(f"{prefix}{name}: given twice")
         fields[name] = text
     return rest, fields
 
@@ -74,8 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     launch = _command(commands, "launch", _launch, "train and score every point of a sweep")
-    _add_config(launch, launch)
-    launch.add_argument("--sweep", metavar="NAME", help="a sweep of the config file (default: its plain one)")
+    what_if = _add_config(launch, launch)
+    what_if.add_argument("--list", action="store_true", help="print a line per point (index, name, seeds) and stop")
+    launch.add_argument("--sweep", metavar="NAMES", help="a sweep of the config file, or the product of A,B")
+    launch.add_argument("--only", action="append", default=[], metavar="KEY=VALUE|GLOB", help="some points and seeds")
+    launch.epilog = f"{launch.epilog}; {AXIS}FIELD=V1,V2 replaces the values of a swept field"
     _add_select(launch, f"{SELECT}, on a seed of its own, then train the sweep at it", "100")
 
     run = _command(commands, "run", _run, "train and score the config alone, without a sweep")
@@ -114,11 +121,14 @@ def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], 
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser, source: Any) -> None:
+def _add_config(parser: argparse.ArgumentParser, source: Any) -> Any:
+    """The arguments of what a config file starts; returns the group of those that start nothing."""
     source.add_argument("--config", metavar="FILE[:ARG]", required=source is parser, help="config file, its argument")
     parser.add_argument("--workdir", metavar="DIR", help="where runs are kept (default: runs/<file>-<argument>)")
-    parser.add_argument("--dry_run", action="store_true", help="print what would run, write nothing")
+    what_if = parser.add_mutually_exclusive_group()
+    what_if.add_argument("--dry_run", action="store_true", help="print what would run and its cost, write nothing")
     parser.epilog = f"{FIELD}FIELD=VALUE overrides a field, as in {FIELD}train.steps=100"
+    return what_if
 
 
 def _add_select(parser: argparse.ArgumentParser, help_text: str, seeds: str) -> None:
@@ -151,11 +161,14 @@ def _launch(args: argparse.Namespace) -> int:
     selected = _selected(args)
     _leave_accelerators()
     file = sweep.load(args.config)
-    points = sweep.points(file, args.sweep or sweep.default_sweep(file), _overrides(args.fields))
+    points = _points(file, args)
+    if args.list:
+        return _print(sweep.listing(points))
     points = mirror.tagged(points, args.sweep.split(",") if args.sweep else [file.name])
-    if args.dry_run:
-        return _print(tuning.dry_run(points, **selected) if selected else launch.dry_run(points))
     workdir = Path(args.workdir or f"runs/{file.name}")
+    if args.dry_run:
+        planned = tuning.dry_run(points, workdir, **selected) if selected else launch.dry_run(points, workdir)
+        return _print(planned)
     if selected:
         code = tuning.launch_selected(points, workdir, file.spec, **selected)
     else:
@@ -165,6 +178,15 @@ def _launch(args: argparse.Namespace) -> int:
     print(f"\npe-ablation report {workdir}{f' --select {args.select}' if selected else ''}")
     _print(mirror.sync_commands(workdir))
     return code
+
+
+def _points(file: Any, args: argparse.Namespace) -> Any:
+    """The points that a launch is about: its sweeps, with their axes replaced, of which `--only` keeps some."""
+    from pe_ablation import config, only, sweep
+
+    names = sweep.default_sweep(file) if args.sweep is None else args.sweep
+    axes = {path: config.from_flags(path, text) for path, text in args.axes.items()}
+    return only.select(sweep.points(file, names, _overrides(args.fields), axes), args.only)
 
 
 def _leave_accelerators() -> None:
@@ -181,9 +203,9 @@ def _run(args: argparse.Namespace) -> int:
         return launch.child(args.point)
     file = sweep.load(args.config)
     points = sweep.points(file, None, _overrides(args.fields))
-    if args.dry_run:
-        return _print(launch.dry_run(points))
     workdir = Path(args.workdir or f"runs/{file.name}")
+    if args.dry_run:
+        return _print(launch.dry_run(points, workdir))
     [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
     code = launch.run_point([run.path for run in plan.open_runs])
     _print(launch.status(workdir / plan.point.directory_name))

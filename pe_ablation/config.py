@@ -13,11 +13,11 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pe_ablation import encodings
-from pe_ablation.model import GPTConfig
+from pe_ablation.model import SIZES, GPTConfig
 
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
@@ -40,7 +40,10 @@ class EncodingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The decoder's shape; see `model.GPTConfig`. `embed_scale` multiplies token embeddings at the input."""
+    """The decoder's shape; see `model.GPTConfig`. `embed_scale` multiplies token embeddings at the input.
+
+    The name of a size (`model.SIZES`) in place of the group sets the size's fields and leaves the others.
+    """
 
     num_layers: int = 2
     num_heads: int = 4
@@ -217,19 +220,69 @@ class _Text(str):
 def read(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Experiment:
     """Lay `overrides` (dotted path -> typed value, or `from_flag` text) over a config and check everything.
 
-    Raises ConfigError for unknown fields (with a near match), wrong types, values out of range, and options that the
-    encoding does not have; options are checked after all overrides, whatever their order.
+    A group is laid before the fields in it, and options are checked after all overrides, whatever their order. Raises
+    ConfigError for unknown fields (with a near match), wrong types, values out of range, and options that the encoding
+    does not have.
     """
     tree = _plain(config)
-    for path, value in (overrides or {}).items():
+    if isinstance(tree, dict) and isinstance(tree.get("model"), str):
+        tree["model"] = _size(tree["model"])
+    for path, value in sorted(spelled_out(overrides or {}).items(), key=lambda item: item[0].count(".")):
         _overlay(tree, path, value)
     experiment = _build(Experiment, tree, "")
     return _checked(experiment)
 
 
+def spelled_out(overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """An overlay with the fields of a model size in place of its name; those given beside it win, whatever the order.
+
+    {"model": "nano", "model.num_layers": 3} is nano with 3 layers. Raises ConfigError for an unknown size.
+    """
+    if not isinstance(overlay.get("model"), str):
+        return dict(overlay)
+    fields = {f"model.{name}": value for name, value in _size(overlay["model"]).items()}
+    return {**fields, **{path: value for path, value in overlay.items() if path != "model"}}
+
+
 def from_flag(text: str) -> str:
     """Mark a command-line value, so that `read` converts it by its field's type (1e-4 is a float, None is None)."""
     return _Text(text)
+
+
+def from_flags(path: str, text: str) -> list[str]:
+    """Several values of the field `path` from the command line, each as `from_flag` marks it.
+
+    They are separated by ';' where there is one, else by ','. A field that is itself a list needs a ';': "64,128;256"
+    is two lists, "64,128;" one. Raises ConfigError for an unknown field, an empty value, and a list without a ';'.
+    """
+    if ";" not in text and _is_list(type_of(path)):
+        raise ConfigError(f"{path}: {text!r} is ambiguous for a list; separate lists by ';', end a single one in ';'")
+    items = [item.strip() for item in text.removesuffix(";").split(";" if ";" in text else ",")]
+    if not all(items):
+        raise ConfigError(f"{path}: an empty value in {text!r}; separate values by one ',' or, for lists, one ';'")
+    return [from_flag(item) for item in items]
+
+
+def type_of(path: str) -> Any:
+    """The annotation of the field at a dotted path, Any for an encoding's option; ConfigError for an unknown one."""
+    at: Any = Experiment
+    names = path.split(".")
+    for depth, name in enumerate(names):
+        parent = ".".join(names[:depth])
+        if parent == "encoding.options" and depth == len(names) - 1:
+            return Any
+        if not dataclasses.is_dataclass(at):
+            raise ConfigError(f"{path}: {parent} is a value, not a group of fields")
+        _known(at, name, parent)
+        at = _hints(at)[name]
+    return at
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether text of this type may hold commas of its own."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(map(_is_list, typing.get_args(hint)))
+    return bool({hint, typing.get_origin(hint)} & {tuple, Mapping})
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -294,6 +347,13 @@ def _overlay(tree: dict[str, Any], path: str, value: Any) -> None:
             raise ConfigError(f"{path}: {'.'.join(parents[: depth + 1])} is a value, not a group of fields")
     _known(cls, leaf, ".".join(parents))
     at[leaf] = _plain(value)
+
+
+def _size(name: str) -> dict[str, Any]:
+    """The fields of `model` that a size sets."""
+    if name not in SIZES:
+        raise ConfigError(f"model: no size {name!r}{near(name, SIZES)}; allowed: {', '.join(SIZES)}")
+    return dict(SIZES[name])
 
 
 def _known(cls: Any, name: str, path: str) -> None:
@@ -447,8 +507,13 @@ def _check_ranges(experiment: Experiment) -> None:
     for path, (value, low) in at_least.items():
         if not low <= value < math.inf:
             raise ConfigError(f"{path}: {value} is out of range; at least {low}, and finite")
+    if train.learning_rate == 0:
+        raise ConfigError("train.learning_rate: 0.0 trains nothing; above 0")
     if train.clip_norm == 0:
         raise ConfigError("train.clip_norm: 0.0 leaves no gradient; the largest norm that is left alone, above 0")
+    for path, value in _counts(experiment):
+        if value >= 2**31:
+            raise ConfigError(f"{path}: {value} is out of range; below 2^31")
     if experiment.seed >= 2**32:
         raise ConfigError(f"seed: {experiment.seed} is out of range; below 2^32")
     below_one = {"train.beta1": train.beta1, "train.beta2": train.beta2}
@@ -457,6 +522,19 @@ def _check_ranges(experiment: Experiment) -> None:
             raise ConfigError(f"{path}: {value} is not in [0, 1)")
     if not 0 <= train.final_fraction <= 1:
         raise ConfigError(f"train.final_fraction: {train.final_fraction} is not in [0, 1]")
+
+
+def _counts(experiment: Experiment) -> Iterator[tuple[str, int]]:
+    """(path, value) of what is counted in int32 on the way: layers, dims, tokens, steps; bytes of a corpus aren't."""
+    yield "data.block", experiment.data.block
+    for group in ("model", "train", "eval"):
+        values = getattr(experiment, group)
+        for name in (field.name for field in dataclasses.fields(values)):
+            each = getattr(values, name)
+            if isinstance(each, int):
+                yield f"{group}.{name}", each
+    for index, length in enumerate(experiment.eval.lengths):
+        yield f"eval.lengths[{index}]", length
 
 
 def _check_relations(experiment: Experiment) -> None:
@@ -473,6 +551,11 @@ def _check_relations(experiment: Experiment) -> None:
     for name in ("lengths", "protocols"):
         if not getattr(evaluation, name):
             raise ConfigError(f"eval.{name}: empty; name at least one")
+    for name in ("lengths", "protocols", "nulls"):
+        given = getattr(evaluation, name)
+        twice = [each for index, each in enumerate(given) if each in given[:index]]
+        if twice:
+            raise ConfigError(f"eval.{name}: {twice[0]!r} twice in {given}; each once")
     for index, length in enumerate(evaluation.lengths):
         if length < 1:
             raise ConfigError(f"eval.lengths[{index}]: {length} is not a length; at least 1")

@@ -81,20 +81,41 @@ def _plan_run(
     return Run.plan(path, experiment, source, digests.get(experiment.data))
 
 
-def dry_run(points: Sequence[Point]) -> Iterator[str]:
-    """A line per point (seeds, parameters, tokens per run) and the totals; nothing is written or read but config."""
-    from pe_ablation import data, model
+def dry_run(points: Sequence[Point], workdir: Path | None = None) -> Iterator[str]:
+    """A line per point (seeds, parameters, tokens per run, estimated minutes and memory) and the totals.
 
-    runs = tokens = 0
+    Nothing is written; of `workdir`, the speed of finished runs is read.
+    """
+    from pe_ablation import data, estimate, model
+
+    speed = estimate.Speed(workdir)
+    runs = tokens = seconds = most = 0
+    unscored = False
     for point in points:
-        first = point.experiments[0]
-        parameters = model.count_parameters(first.gpt(data.tokenizer(first.data).vocab_size))
+        first, count = point.experiments[0], len(point.experiments)
+        gpt = first.gpt(data.tokenizer(first.data).vocab_size)
+        parameters = model.count_parameters(gpt)
         each = first.train.steps * first.train.batch_tokens
-        seeds = ",".join(str(experiment.seed) for experiment in point.experiments)
-        yield f"{point.directory_name}  seeds {seeds}  {parameters:,} parameters  {each:,} tokens per run"
-        runs += len(point.experiments)
-        tokens += each * len(point.experiments)
-    yield f"{len(points)} points, {runs} runs, {tokens:,} tokens"
+        scoring = estimate.scoring(first, gpt)
+        work = count * (first.train.steps * estimate.step(first, gpt) + (scoring or 0.0))
+        own, size = estimate.START_SECONDS + work / speed.of(first, gpt), estimate.memory(first, gpt, parameters, count)
+        yield (
+            f"{point.directory_name}  seeds {point.seeds}  {parameters:,} parameters  {each:,} tokens per run"
+            f"  estimated {_minutes(own)}, {size / 1e9:.2f} GB"
+        )
+        runs, tokens, seconds, most = runs + count, tokens + count * each, seconds + own, max(most, size)
+        unscored |= scoring is None
+    without = "; evaluation not counted: its windows depend on the corpus" if unscored else ""
+    yield f"estimated by formula from {speed}, and {estimate.START_SECONDS:.0f} s to start each point{without}"
+    yield (
+        f"{len(points)} points, {runs} runs, {tokens:,} tokens; estimated {_minutes(seconds)} one after another, "
+        f"{most / 1e9:.2f} GB at a time"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{minutes:.1f} minutes" if minutes < 10 else f"{minutes:,.0f} minutes"
 
 
 def launch(

@@ -25,6 +25,20 @@ EPSILON = 1e-5
 UNROLL = 4  # groups of layers a loop step: a fully rolled scan takes 1.3x as long on CPU, a full unroll long to compile
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
+# Decoders by name. GPT-2's layers and dims are those of Radford et al. 2019, Table 2, its heads (64 wide) those of the
+# released models; `micro` is minGPT's, `nano` trains in seconds.
+SIZES: dict[str, dict[str, int | None]] = {
+    name: {"num_layers": layers, "model_dim": dim, "num_heads": heads, "mlp_dim": None}
+    for name, (layers, dim, heads) in {
+        "nano": (2, 64, 4),
+        "micro": (4, 128, 4),
+        "gpt2_small": (12, 768, 12),
+        "gpt2_medium": (24, 1024, 16),
+        "gpt2_large": (36, 1280, 20),
+        "gpt2_xl": (48, 1600, 25),
+    }.items()
+}
+
 
 class Slot(NamedTuple):
     """One layer of the pattern: an encoding, its options as sorted pairs, and an attention window in tokens."""

@@ -1,16 +1,21 @@
 """From a config file to points: its config, its named sweeps, and the experiments they lay over one another.
 
 A config file defines `get_config(arg)`, which returns a ConfigDict, and generators of overlays (dotted path -> value)
-beside it: `sweep(arg)`, the default one, and `sweep_NAME(arg)`.
+beside it: `sweep(arg)`, the default one, and `sweep_NAME(arg)`. They may be written with the algebra below, whose parts
+are lists of overlays:
+
+    prod(param("encoding.name", ["rope", "alibi"]), param("seed", range(3)))       six overlays
 """
 
 import dataclasses
 import importlib.util
 import inspect
+import itertools
+import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,68 @@ from pe_ablation.config import ConfigError, Experiment
 
 DEFAULT = "default"
 Overlay = Mapping[str, Any]
+
+
+def param(path: str, values: Iterable[Any]) -> list[dict[str, Any]]:
+    """An axis: an overlay for each value of one field; ValueError for text, which would be taken letter by letter."""
+    if isinstance(values, str):
+        raise ValueError(f"param: the values of {path} are the text {values!r}; give a list of them")
+    return [{path: value} for value in values]
+
+
+def prod(*sweeps: Iterable[Overlay]) -> list[dict[str, Any]]:
+    """Every combination of the factors' overlays, the last factor fastest.
+
+    Raises ValueError for an empty factor and where two set the same field, or one a group that the other sets into.
+    """
+    return _product([(f"factor {number} of prod", list(each)) for number, each in enumerate(sweeps, 1)])
+
+
+def zipit(*sweeps: Iterable[Overlay]) -> list[dict[str, Any]]:
+    """The first overlays together, then the second ones, ...; ValueError for unequal lengths and as in `prod`."""
+    parts = [(f"part {number} of zipit", list(each)) for number, each in enumerate(sweeps, 1)]
+    lengths = [len(overlays) for _, overlays in parts]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"zipit: parts of unequal lengths {', '.join(map(str, lengths))}")
+    _refuse_clashes(parts)
+    return [_union(each) for each in zip(*(overlays for _, overlays in parts), strict=True)]
+
+
+def chain(*sweeps: Iterable[Overlay]) -> list[dict[str, Any]]:
+    """One after another."""
+    return [dict(overlay) for sweep in sweeps for overlay in sweep]
+
+
+def _product(factors: Sequence[tuple[str, Sequence[Overlay]]]) -> list[dict[str, Any]]:
+    """`prod` of factors that have names."""
+    for name, overlays in factors:
+        if not overlays:
+            raise ValueError(f"{name} is empty")
+    _refuse_clashes(factors)
+    return [_union(each) for each in itertools.product(*(overlays for _, overlays in factors))]
+
+
+def _union(overlays: Iterable[Overlay]) -> dict[str, Any]:
+    return {path: value for overlay in overlays for path, value in overlay.items()}
+
+
+def _refuse_clashes(factors: Sequence[tuple[str, Sequence[Overlay]]]) -> None:
+    for (name, overlays), (other, others) in itertools.combinations(factors, 2):
+        for path, against in itertools.product(_paths(overlays), _paths(others)):
+            if path == against:
+                raise ValueError(f"{name} and {other} both set {path}")
+            if _nested(path, against):
+                raise ValueError(f"{name} sets {path}, and {other} sets {against}")
+
+
+def _paths(overlays: Iterable[Overlay]) -> list[str]:
+    """What the overlays set, the name of a model size spelled out."""
+    return list(_union(map(config.spelled_out, overlays)))
+
+
+def _nested(path: str, other: str) -> bool:
+    """Whether two dotted paths are the same or one is a group that holds the other."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +117,11 @@ class Point:
     @property
     def train_length(self) -> int:
         return self.experiments[0].train.length
+
+    @property
+    def seeds(self) -> str:
+        """'0,1,2'."""
+        return ",".join(str(each.seed) for each in self.experiments)
 
     @property
     def identity(self) -> str:
@@ -95,7 +167,8 @@ def _refusal(spec: str, error: Exception) -> ConfigError:
     file = spec.partition(".py")[0] + ".py"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    return ConfigError(f"{spec}: line {line}: {type(error).__name__}: {error}")
+    where = spec if line is None else f"{spec}: line {line}"
+    return ConfigError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _sweeps(module: Any, spec: str, arg: str | None) -> dict[str, Callable[[], Iterable[Overlay]]]:
@@ -122,18 +195,26 @@ def _call(function: Callable[..., Any], spec: str, arg: str | None) -> Any:
         raise _refusal(spec, error) from error
 
 
-def points(config_file: ConfigFile, sweep_name: str | None, overrides: Mapping[str, Any]) -> list[Point]:
+def points(
+    config_file: ConfigFile,
+    sweep_name: str | None,
+    overrides: Mapping[str, Any],
+    axes: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Point]:
     """The points of a sweep (None: the config alone), first seen first, each experiment once.
 
-    `overrides` come from the command line and hold for every point. Raises ConfigError for an unknown sweep, an
-    override of a swept field, and two experiments that train the same thing but differ in what they are called or how
-    they are scored.
+    `sweep_name` may be several names with commas between: their product. `axes` replaces all values of a swept field by
+    others, `overrides` hold for every point; both come from the command line. Raises ConfigError for an unknown sweep,
+    sweeps that set the same field, an override of a swept field, an axis that isn't one (`_replace_axis`), and two
+    experiments that train the same thing but differ in what they are called or how they are scored.
     """
-    overlays = [{}] if sweep_name is None else _overlays(config_file, sweep_name)
+    overlays = [{}] if sweep_name is None else _named(config_file, sweep_name)
+    for path, values in (axes or {}).items():
+        overlays = _replace_axis(overlays, path, values, _title(config_file, sweep_name))
     groups: dict[str, list[Experiment]] = {}
     for overlay in overlays:
-        _refuse_swept(overlay, overrides, config_file, sweep_name)
-        experiment = config.read(config_file.config, {**overlay, **overrides})
+        _refuse_swept(overlay, overrides, _title(config_file, sweep_name))
+        experiment = config.read(config_file.config, {**config.spelled_out(overlay), **config.spelled_out(overrides)})
         group = groups.setdefault(config.point_identity(experiment), [])
         _refuse_ambiguous(experiment, group)
         if experiment not in group:
@@ -141,11 +222,32 @@ def points(config_file: ConfigFile, sweep_name: str | None, overrides: Mapping[s
     return [Point(tuple(group)) for group in groups.values()]
 
 
+def listing(points: Sequence[Point]) -> Iterable[str]:
+    """A line per point: its index from 0, its directory's name, its seeds."""
+    for index, point in enumerate(points):
+        yield f"{index}  {point.directory_name}  seeds {point.seeds}"
+
+
 def default_sweep(config_file: ConfigFile) -> str | None:
     """The sweep to use where none was named: the plain one, or None for a file without sweeps."""
     if config_file.sweeps and DEFAULT not in config_file.sweeps:
         raise ConfigError(f"{config_file.spec}: no default sweep; name one of: {', '.join(config_file.sweeps)}")
     return DEFAULT if config_file.sweeps else None
+
+
+def _title(config_file: ConfigFile, sweep_name: str | None) -> str:
+    if sweep_name is None:
+        return f"{config_file.spec} without a sweep"
+    return f"the sweep {sweep_name!r} of {config_file.spec}"
+
+
+def _named(config_file: ConfigFile, names: str) -> list[dict[str, Any]]:
+    """The overlays of one sweep, or of the product of several."""
+    factors = [(f"sweep {name!r}", _overlays(config_file, name)) for name in names.split(",")]
+    try:
+        return _product(factors)
+    except ValueError as error:
+        raise ConfigError(f"{config_file.spec}: {error}; --sweep A,B is their product") from None
 
 
 def _overlays(config_file: ConfigFile, name: str) -> list[Overlay]:
@@ -158,23 +260,67 @@ def _overlays(config_file: ConfigFile, name: str) -> list[Overlay]:
         overlays = list(config_file.sweeps[name]())
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError(f"{config_file.spec}: sweep {name!r}: {error}") from error
+    except Exception as error:
+        raise _refusal(f"{config_file.spec}: sweep {name!r}", error) from error
     if not overlays:
         raise ConfigError(f"{config_file.spec}: sweep {name!r} is empty")
     for overlay in overlays:
-        if not isinstance(overlay, Mapping):
+        if not isinstance(overlay, Mapping) or not all(isinstance(path, str) for path in overlay):
             raise ConfigError(f"{config_file.spec}: sweep {name!r} yields {overlay!r}, not {{dotted path: value}}")
     return overlays
 
 
-def _refuse_swept(overlay: Overlay, overrides: Mapping[str, Any], config_file: ConfigFile, name: str | None) -> None:
-    for override in overrides:
-        for path in overlay:
-            if f"{override}.".startswith(f"{path}.") or f"{path}.".startswith(f"{override}."):
-                raise ConfigError(
-                    f"{override}: can't be overridden, the sweep {name!r} of {config_file.spec} sets {path}"
-                )
+def _replace_axis(overlays: Sequence[Overlay], path: str, values: Sequence[Any], title: str) -> list[dict[str, Any]]:
+    """The overlays with `values` for those that they had for the field `path`; what doesn't set it stays.
+
+    What is left of the overlays without the field, once each, is combined with every value. Raises ConfigError for a
+    field that isn't swept, one that is set as a part of its group, and one that is tied to others (`zipit`): then what
+    is left doesn't occur with every value, and the new ones would have no partner.
+    """
+    config.type_of(path)
+    _refuse_unswept(overlays, path, title)
+    rests: dict[tuple[bool, str], dict[str, Any]] = {}
+    found: dict[tuple[bool, str], set[str]] = {}
+    for overlay in overlays:
+        rest = {name: value for name, value in overlay.items() if name != path}
+        key = (path in overlay, _key(rest))
+        rests.setdefault(key, rest)
+        found.setdefault(key, set()).add(_key(overlay.get(path)))
+    if len({frozenset(seen) for (swept, _), seen in found.items() if swept}) > 1:
+        raise ConfigError(
+            f"{path}: {title} ties its values to those of other fields (not every combination occurs): they can't be "
+            "replaced alone; change the sweep"
+        )
+    return [
+        {**rest, **own}
+        for (swept, _), rest in rests.items()
+        for own in ([{path: value} for value in values] if swept else [{}])
+    ]
+
+
+def _refuse_unswept(overlays: Sequence[Overlay], path: str, title: str) -> None:
+    fields = _union(overlays)
+    for field in fields:
+        if path.startswith(f"{field}."):
+            raise ConfigError(f"{path}: {title} sets {field} as a whole, of which no part can be replaced")
+        if field.startswith(f"{path}."):
+            raise ConfigError(f"{path}: {title} sets {field}, not its group; replace that: --sweep.{field}=")
+    if path not in fields:
+        swept = ", ".join(fields) or "nothing"
+        raise ConfigError(f"{path}: not swept, {title} sets {swept}; for all points alike: --config.{path}=")
+
+
+def _key(value: Any) -> str:
+    """Text that equal values share, whatever the order of their names."""
+    return json.dumps(value, sort_keys=True, default=repr)
+
+
+def _refuse_swept(overlay: Overlay, overrides: Mapping[str, Any], title: str) -> None:
+    for override, path in itertools.product(config.spelled_out(overrides), config.spelled_out(overlay)):
+        if _nested(override, path):
+            axis = path if path in overlay else "model"
+            way = "" if isinstance(overlay[axis], Mapping) else f"; its values are replaced by --sweep.{axis}="
+            raise ConfigError(f"{override}: can't be overridden, {title} sets {axis}{way}")
 
 
 def _refuse_ambiguous(experiment: Experiment, group: list[Experiment]) -> None:

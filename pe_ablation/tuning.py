@@ -49,9 +49,9 @@ def launch_selected(
     return max(launch.launch(chosen, workdir, source, **options), code, int(incomplete))
 
 
-def dry_run(points: Sequence[Point], *, field: str, seed: int | None = None) -> Iterator[str]:
+def dry_run(points: Sequence[Point], workdir: Path, *, field: str, seed: int | None = None) -> Iterator[str]:
     """What the grid would train, and how much follows."""
-    yield from launch.dry_run(grid_points(points, field, seed))
+    yield from launch.dry_run(grid_points(points, field, seed), workdir)
     grids = _grids(points, field)
     runs = sum(max(len(point.experiments) for point in grid) for grid in grids)
     yield f"then the best {field} of each: {len(grids)} points, {runs} runs"

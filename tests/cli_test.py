@@ -87,6 +87,24 @@ def test_launch_takes_a_named_sweep_and_a_work_directory(study, launched):
     assert [each.seed for each in points[0].experiments] == [0, 1] and workdir == "there"
 
 
+def test_launch_replaces_an_axis_and_keeps_some_points_and_seeds(study, launched):
+    arguments = ("--sweep", "default,seeds", "--sweep.seed=4,5", "--sweep.encoding.name", "t5,alibi,none")
+    assert cli.main(["launch", "--config", "study.py", *arguments, "--only", "seed=5", "--only", "arm=?5"]) == 1
+    [(points, _, _)] = launched
+    assert [(point.arm, point.seeds) for point in points] == [("t5", "5")]
+
+
+def test_a_list_writes_nothing_and_agrees_with_what_would_be_launched(study, launched, capsys):
+    what = ("--config", "study.py", "--sweep", "default,seeds", "--sweep.seed=1,0", "--config.train.steps=300")
+    assert cli.main(["launch", *what, "--list"]) == 0 and launched == []
+    lines = capsys.readouterr().out.splitlines()
+    assert [path.name for path in study.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
+    cli.main(["launch", *what])
+    [(points, _, _)] = launched
+    assert lines == [f"{index}  {point.directory_name}  seeds 1,0" for index, point in enumerate(points)]
+    assert [point.experiments[0].train.steps for point in points] == [300, 300]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -95,6 +113,12 @@ def test_launch_takes_a_named_sweep_and_a_work_directory(study, launched):
         (("--config", "study.py", "--sweep", "seed"), "did you mean seeds?"),
         (("--config", "study.py", "--config.encoding.name=rope"), "the sweep 'default' of study.py sets encoding.name"),
         (("--config", "study.py", "--config.train.stepz=3"), "did you mean steps?"),
+        (("--config", "study.py", "--config.encoding.name=rope"), "replaced by --sweep.encoding.name="),
+        (("--config", "study.py", "--sweep.seed=3"), "seed: not swept"),
+        (("--config", "study.py", "--sweep.eval.lengths=64,128"), "ambiguous"),
+        (("--config", "study.py", "--sweep", "seeds,default,seeds"), "sweep 'seeds' and sweep 'seeds' both set seed"),
+        (("--config", "study.py", "--only", "arm=rop"), "matches nothing; there are none, rope"),
+        (("--config", "study.py", "--config.model=tiny"), "allowed: nano, micro, gpt2_small"),
         (("--config", "study.py", "--config.train.steps=12.5"), "train.steps: expected int"),
         (("--config", "study.py", "--config.train.steps", "--workdir"), "train.steps: expected int, got '--workdir'"),
     ],
@@ -115,6 +139,9 @@ def test_launch_refuses_in_one_line(study, capsys, arguments, message):
         ("launch", "--config", "study.py", "--config.train.steps"),
         ("launch", "--config", "study.py", "--config.seed=1", "--config.seed=2"),
         ("status", "runs", "--config.seed=1"),
+        ("run", "--config", "study.py", "--sweep.seed=1"),
+        ("launch", "--config", "study.py", "--sweep.encoding.name"),
+        ("launch", "--config", "study.py", "--list", "--dry_run"),
         ("launch", "--config", "study.py", "--dry"),
         ("fly",),
     ],
@@ -141,9 +168,9 @@ def test_a_dry_run_writes_nothing(study, monkeypatch, capsys):
     monkeypatch.setattr(pe_ablation, "data", data, raising=False)
     before = set(study.rglob("*"))
     assert cli.main(["launch", "--config", "study.py", "--dry_run"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "2 points, 2 runs, 1,638,400 tokens"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 points, 2 runs, 1,638,400 tokens; estimated ")
     assert cli.main(["run", "--config", "study.py", "--dry_run"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 points, 1 runs, 819,200 tokens"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 points, 1 runs, 819,200 tokens; estimated ")
     assert {path for path in study.rglob("*") if "__pycache__" not in path.parts} == before
 
 

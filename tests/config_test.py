@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from ml_collections import ConfigDict, config_dict
 
-from pe_ablation import config, encodings
+from pe_ablation import config, encodings, sweep
 from pe_ablation.config import ConfigError, Experiment, from_flag
+from pe_ablation.model import SIZES
 
 DEFAULTS = config.to_dict(Experiment())
 
@@ -265,6 +267,17 @@ def test_unknown_fields_are_refused_with_what_is_allowed(path, message):
         ("seed", -1, "seed"),
         ("seed", 2**32, "seed"),
         ("train.clip_norm", 0.0, "train.clip_norm"),
+        ("train.learning_rate", 0, "train.learning_rate: 0.0 trains nothing"),
+        ("train.learning_rate", -1e-3, "train.learning_rate: -0.001"),
+        ("train.steps", 10**20, f"train.steps: {10**20} is out of range; below 2^31"),
+        ("train.steps", 2**31, "train.steps"),
+        ("model.num_layers", 10**20, "model.num_layers"),
+        ("model.model_dim", 2**31, "model.model_dim"),
+        ("eval.lengths", (64, 10**20), "eval.lengths[1]"),
+        ("eval.stride", 10**20, "eval.stride"),
+        ("eval.lengths", (64, 128, 64), "eval.lengths: 64 twice in (64, 128, 64)"),
+        ("eval.protocols", ("blocks", "blocks"), "eval.protocols: 'blocks' twice"),
+        ("eval.nulls", ("window_mask", "window_mask"), "eval.nulls: 'window_mask' twice"),
         ("eval.protocols", (), "eval.protocols: empty"),
     ],
 )
@@ -291,19 +304,95 @@ def test_options_are_checked_after_all_overrides_whatever_their_order():
         assert experiment.encoding.options == {"base": 500.0}
 
 
+def test_the_largest_counts_are_read():
+    assert config.read({}, {"train.steps": 2**31 - 1}).train.steps == 2**31 - 1
+    assert config.read({}, {"data.train_bytes": 10**20}).data.train_bytes == 10**20
+
+
+# Model sizes
+
+
+@pytest.mark.parametrize("order", [("model", "model.num_layers"), ("model.num_layers", "model")])
+def test_a_size_by_name_is_laid_before_its_fields_whatever_the_order(order):
+    texts = {"model": from_flag("nano"), "model.num_layers": from_flag("3")}
+    experiment = config.read({"model": {"model_dim": 8, "mlp_dim": 12}}, {path: texts[path] for path in order})
+    assert (experiment.model.num_layers, experiment.model.model_dim, experiment.model.mlp_dim) == (3, 64, None)
+
+
+def test_a_size_leaves_what_it_does_not_set():
+    experiment = config.read({"model": {"dtype": "bfloat16", "dropout_embed": 0.1}}, {"model": "gpt2_small"})
+    assert (experiment.model.dtype, experiment.model.dropout_embed) == ("bfloat16", 0.1)
+    assert (experiment.model.num_layers, experiment.model.model_dim, experiment.model.num_heads) == (12, 768, 12)
+    assert config.read({"model": "gpt2_small"}).model == config.ModelConfig(**SIZES["gpt2_small"])
+
+
+def test_a_size_is_its_fields_in_the_identity():
+    named, written = config.read({}, {"model": "micro"}), config.read({"model": SIZES["micro"]})
+    assert config.training_identity(named) == config.training_identity(written)
+
+
+@pytest.mark.parametrize("tree", [{"model": "gpt2_smal"}, {}])
+def test_an_unknown_size_is_refused_with_the_sizes(tree):
+    with pytest.raises(ConfigError) as refusal:
+        config.read(tree, {} if tree else {"model": from_flag("gpt2_smal")})
+    message = "model: no size 'gpt2_smal' (did you mean gpt2_small?); allowed: nano, micro, gpt2_small, gpt2_medium"
+    assert message in str(refusal.value)
+
+
 # ConfigDicts
 
 
 def test_a_configdict_and_its_json_and_yaml_read_as_the_same_experiment():
     file: Any = ConfigDict({"encoding": {"name": "rope", "options": {"base": 500.0}}, "eval": {"lengths": (64, 128)}})
+    file.train = ConfigDict({"learning_rate": 1e-5, "weight_decay": 1})
     file.model = ConfigDict({"mlp_dim": config_dict.placeholder(int)})
     experiment = config.read(file)
     assert experiment.model.mlp_dim is None and experiment.eval.lengths == (64, 128)
     back = config.read(json.loads(json.dumps(config.to_dict(experiment))))
     assert back == experiment and config.training_identity(back) == config.training_identity(experiment)
     assert config.read(json.loads(file.to_json())) == experiment
+    assert config.read(yaml.safe_load(yaml.safe_dump(config.to_dict(experiment)))) == experiment
     for path, value in leaves(config.to_dict(experiment)).items():
         assert type(value) is type(leaves(config.to_dict(back))[path]), path
+
+
+def test_a_rate_is_the_same_float_from_file_flag_and_sweep():
+    """YAML 1.1 reads 1e-4 as text, and some parsers read 1.0e-4 as something else again."""
+    [swept] = sweep.param("train.learning_rate", [1e-4])
+    [flagged] = config.from_flags("train.learning_rate", "1e-4")
+    read = [
+        config.read({"train": {"learning_rate": 1e-4}}),
+        config.read({}, {"train.learning_rate": from_flag("1e-4")}),
+        config.read({}, {"train.learning_rate": from_flag("0.0001")}),
+        config.read({}, swept),
+        config.read({}, {"train.learning_rate": flagged}),
+    ]
+    assert all(is_exactly(each.train.learning_rate, 0.0001) for each in read)
+    assert len({config.training_identity(each) for each in read}) == 1
+
+
+def test_none_is_an_encoding_wherever_it_is_written():
+    [swept] = sweep.param("encoding.name", ["none"])
+    [flagged] = config.from_flags("encoding.name", "none")
+    for tree, overlay in (
+        ({"encoding": {"name": "none"}}, {}),
+        ({"encoding": {"name": "rope"}}, swept),
+        ({"encoding": {"name": "rope"}}, {"encoding.name": flagged}),
+    ):
+        assert is_exactly(config.read(tree, overlay).encoding.name, "none")
+
+
+@pytest.mark.parametrize(("text", "values"), [("true,0", (True, False)), ("False;1", (False, True))])
+def test_booleans_of_an_axis_are_booleans(text, values):
+    read = [config.read({}, {"model.remat": each}).model.remat for each in config.from_flags("model.remat", text)]
+    assert all(is_exactly(*each) for each in zip(read, values, strict=True))
+
+
+def test_values_of_an_axis_that_are_not_of_their_field_are_refused_with_the_path():
+    for path, text in (("train.steps", "12.5"), ("model.remat", "no"), ("model.mlp_dim", "abc"), ("seed", "-1")):
+        [value] = config.from_flags(path, text)
+        with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
+            config.read({}, {path: value})
 
 
 def test_an_optional_field_keeps_its_type_through_none():
