@@ -255,9 +255,9 @@ def _report(args: argparse.Namespace) -> int:
 
         if alone := {"baseline", "margin", "wandb"} & {*asked, *(("wandb",) if args.wandb else ())}:
             raise config.ConfigError(f"--{sorted(alone)[0]}: goes without --compare")
-        print(compare.write(*args.runs, out, **asked, **_selected(args)))
+        print(compare.write(args.runs[0], args.runs[1], out, **asked, **_selected(args)))
         return 0
-    print(report.write(*args.runs, out, **asked, **_selected(args)))
+    print(report.write(args.runs[0], out, **asked, **_selected(args)))
     if args.wandb:
         from pe_ablation import mirror
 

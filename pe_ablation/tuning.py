@@ -49,7 +49,9 @@ def launch_selected(
     return max(launch.launch(chosen, workdir, source, **options), code, int(incomplete))
 
 
-def dry_run(points: Sequence[Point], workdir: Path, *, field: str, seed: int | None = None) -> Iterator[str]:
+def dry_run(
+    points: Sequence[Point], workdir: Path | None = None, *, field: str, seed: int | None = None
+) -> Iterator[str]:
     """What the grid would train, and how much follows."""
     yield from launch.dry_run(grid_points(points, field, seed), workdir)
     grids = _grids(points, field)
