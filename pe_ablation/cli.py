@@ -20,7 +20,10 @@ EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 fine, 1 something is not done, 2 refused (one line on stderr), 130 interrupted."""
+    """Run one command; 0 fine, 1 something is not done, 2 refused (one line on stderr), 130 interrupted.
+
+    75 (EX_TEMPFAIL): `launch` or `run` was stopped by SIGTERM or SIGUSR1; the same command goes on from there.
+    """
     parser = _parser()
     rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), parser)
     args = parser.parse_args(rest)
@@ -70,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     launch = _command(commands, "launch", _launch, "train and score every point of a sweep")
     _add_config(launch, launch)
     launch.add_argument("--sweep", metavar="NAME", help="a sweep of the config file (default: its plain one)")
+    launch.add_argument(
+        "--workers", metavar="N", type=int, default=1, help="points at once, each on its cores or device"
+    )
+    launch.add_argument("--index", metavar="I", type=int, help="only the point of this index, from 0 (array jobs)")
+    launch.add_argument("--force", action="store_true", help="train again; what is there is kept as DIR.replaced-N")
 
     run = _command(commands, "run", _run, "train and score the config alone, without a sweep")
     what = run.add_mutually_exclusive_group(required=True)
@@ -117,10 +125,12 @@ def _launch(args: argparse.Namespace) -> int:
     _leave_accelerators()
     file = sweep.load(args.config)
     points = sweep.points(file, args.sweep or sweep.default_sweep(file), _overrides(args.fields))
+    if args.index is not None:
+        points = launch.at(points, args.index)
     if args.dry_run:
         return _print(launch.dry_run(points))
     workdir = Path(args.workdir or f"runs/{file.name}")
-    code = launch.launch(points, workdir, file.spec)
+    code = launch.launch(points, workdir, file.spec, workers=args.workers, force=args.force)
     print()
     _print(launch.status(workdir))
     print(f"\npe-ablation report {workdir}")
@@ -135,7 +145,7 @@ def _leave_accelerators() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pe_ablation import launch, sweep
+    from pe_ablation import launch, stopping, sweep
 
     if args.point:
         return launch.child(args.point)
@@ -144,7 +154,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print(launch.dry_run(points))
     workdir = Path(args.workdir or f"runs/{file.name}")
-    [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
+    try:
+        with stopping.interrupting():
+            [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
+    except stopping.Stopped:
+        return stopping.RESUMABLE
     code = launch.run_point([run.path for run in plan.open_runs])
     return _print(launch.status(workdir / plan.point.directory_name)) or code
 

@@ -19,7 +19,7 @@ ARMS = ("none", "rope", "alibi", "t5")
 CHILD = """
 import json, os, pathlib, signal, sys, time, types
 import pe_ablation
-from pe_ablation import launch
+from pe_ablation import launch, stopping
 
 workdir = pathlib.Path(sys.argv[1])
 
@@ -37,14 +37,13 @@ def fit_seeds(experiments, run_dirs):
         os._exit(0)
     if behaviour == "wait":
         (workdir / "pid").write_text(str(os.getpid()))
-        time.sleep(60)
+        for _ in range(6000):
+            stopping.check("waited")
+            time.sleep(0.01)
     return [{"status": "ok", "steps": 1} for _ in experiments]
 pe_ablation.train = types.SimpleNamespace(fit_seeds=fit_seeds)
 pe_ablation.evaluate = types.SimpleNamespace(evaluate_run=lambda run_dir: None)
-try:
-    sys.exit(launch.child(sys.argv[2:]))
-except KeyboardInterrupt:
-    sys.exit(130)
+sys.exit(launch.child(sys.argv[2:]))
 """
 
 
