@@ -155,10 +155,11 @@ def held(folder: Path) -> Lease | None:
 
 
 def reserve(folder: Path, number: int) -> bool:
-    """Begin attempt `number` for a process that this one is about to start; False if somebody else did."""
+    """Begin attempt `number` for a process that this one starts next; False if somebody else has begun one."""
     folder = folder.absolute()
     with _taking:
-        return _begin(folder, number, launch=os.getpid()) is not None
+        found = last(folder)
+        return not (found and found.alive) and _begin(folder, number, launch=os.getpid()) is not None
 
 
 def take(folder: Path) -> Lease:
