@@ -109,7 +109,12 @@ def load_leaves(directory: Path, step: int, wanted: Callable[[str], bool]) -> di
 
 def last_step(directory: Path) -> int | None:
     """The newest committed step below `directory`, or None."""
-    return max((int(path.name) for path in _steps(directory) if _is_committed(path)), default=None)
+    return max(steps(directory), default=None)
+
+
+def steps(directory: Path) -> list[int]:
+    """The committed steps below `directory`, ascending."""
+    return sorted(int(path.name) for path in _steps(directory) if _is_committed(path))
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -27,7 +27,10 @@ SELECT = "choose the best value of a swept field (lr: train.learning_rate) per e
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 fine, 1 something is not done, 2 refused (one line on stderr), 130 interrupted."""
+    """Run one command; 0 fine, 1 something is not done, 2 refused (one line on stderr), 130 interrupted.
+
+    75 (EX_TEMPFAIL): `launch` or `run` was stopped by SIGTERM or SIGUSR1; the same command goes on from there.
+    """
     parser = _parser()
     rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), FIELD, parser)
     rest, axes = _split_fields(rest, AXIS, parser)
@@ -84,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--only", action="append", default=[], metavar="KEY=VALUE|GLOB", help="some points and seeds")
     launch.epilog = f"{launch.epilog}; {AXIS}FIELD=V1,V2 replaces the values of a swept field"
     _add_select(launch, f"{SELECT}, on a seed of its own, then train the sweep at it", "100")
+    launch.add_argument(
+        "--workers", metavar="N", type=int, default=1, help="points at once, each on its cores or device"
+    )
+    launch.add_argument("--index", metavar="I", type=int, help="only the point of this index, from 0 (array jobs)")
+    launch.add_argument("--force", action="store_true", help="train again; what is there is kept as DIR.replaced-N")
 
     run = _command(commands, "run", _run, "train and score the config alone, without a sweep")
     what = run.add_mutually_exclusive_group(required=True)
@@ -164,15 +172,17 @@ def _launch(args: argparse.Namespace) -> int:
     points = _points(file, args)
     if args.list:
         return _print(sweep.listing(points))
+    if args.index is not None and selected:
+        raise ValueError("--index: goes without --select, which needs the whole grid to choose")
+    if args.index is not None:
+        points = launch.at(points, args.index)
     points = mirror.tagged(points, args.sweep.split(",") if args.sweep else [file.name])
     workdir = Path(args.workdir or f"runs/{file.name}")
     if args.dry_run:
         planned = tuning.dry_run(points, workdir, **selected) if selected else launch.dry_run(points, workdir)
         return _print(planned)
-    if selected:
-        code = tuning.launch_selected(points, workdir, file.spec, **selected)
-    else:
-        code = launch.launch(points, workdir, file.spec)
+    start = tuning.launch_selected if selected else launch.launch
+    code = start(points, workdir, file.spec, workers=args.workers, force=args.force, **selected)
     print()
     _print(launch.status(workdir))
     print(f"\npe-ablation report {workdir}{f' --select {args.select}' if selected else ''}")
@@ -197,7 +207,7 @@ def _leave_accelerators() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pe_ablation import launch, mirror, sweep
+    from pe_ablation import launch, mirror, stopping, sweep
 
     if args.point:
         return launch.child(args.point)
@@ -206,7 +216,11 @@ def _run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir or f"runs/{file.name}")
     if args.dry_run:
         return _print(launch.dry_run(points, workdir))
-    [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
+    try:
+        with stopping.interrupting():
+            [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
+    except stopping.Stopped:
+        return stopping.RESUMABLE
     code = launch.run_point([run.path for run in plan.open_runs])
     _print(launch.status(workdir / plan.point.directory_name))
     _print(mirror.sync_commands(workdir / plan.point.directory_name))

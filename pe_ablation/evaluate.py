@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
-from pe_ablation import checkpoint, config, data, report, untrained
+from pe_ablation import checkpoint, config, data, report, stopping, untrained
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment
 from pe_ablation.model import GPT, GPTConfig
@@ -242,6 +242,7 @@ class _Scorer:
         key = cell_key(self.step, self.evaluation.split, protocol, length, null, chosen)
         if key in self.stored:
             return
+        stopping.check(f"trained; {len(self.stored)} cells scored")
         about = {
             "key": key,
             "step": self.step,

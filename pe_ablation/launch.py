@@ -1,32 +1,34 @@
-"""Runs points one after another, each in a process of its own, so that one that dies never takes the rest along.
+"""Runs points, each in a process of its own, so that one that dies never takes the rest along.
 
 The order is fixed: refuse what can't work, plan every run directory (from then on a run that is absent is known to be
-missing), train and score what isn't done, say what became of each. The next launch retries what failed.
+missing), train and score what isn't done, say what became of each. The next launch retries what failed and goes on
+with what was stopped. Several launches may share a work directory: a run belongs to the one that claimed it.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pe_ablation import config, mirror, record
-from pe_ablation.config import DataConfig, Experiment
-from pe_ablation.record import RecordError, Run, State
+from pe_ablation import config, mirror, placement, record, stopping
+from pe_ablation.config import DataConfig, EvalConfig, Experiment
+from pe_ablation.record import HeldError, Run, State
+from pe_ablation.stopping import RESUMABLE, Stopped
 from pe_ablation.sweep import Point
+from pe_ablation.workers import Workers, describe
 
 STATES: tuple[State, ...] = ("done", "running", "failed", "missing")
 COMMAND = (sys.executable, "-m", "pe_ablation", "run", "--point")
-# glibc keeps freed arrays instead of returning them to the kernel each step: a sixth more training steps on CPU.
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 INTERRUPTED = 130
-SECONDS_TO_STOP = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
     from pe_ablation import data, evaluate
 
     digests: dict[DataConfig, str] = {}
-    checked: set[tuple[DataConfig, str]] = set()
+    checked: set[tuple[DataConfig, EvalConfig, int]] = set()
     for experiment in (point.experiments[0] for point in points):
         if experiment.eval.split == "test":
             raise config.ConfigError(
@@ -59,10 +61,10 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
             )
         if experiment.data not in digests:
             digests[experiment.data] = data.load(experiment.data, "train").digest
-        if (experiment.data, experiment.eval.split) not in checked:
-            data.load(experiment.data, experiment.eval.split)
-            checked.add((experiment.data, experiment.eval.split))
-        evaluate.check(experiment)
+        asked = (experiment.data, experiment.eval, experiment.train.length)
+        if asked not in checked:
+            evaluate.check(experiment)
+            checked.add(asked)
     return digests
 
 
@@ -118,77 +120,164 @@ def _minutes(seconds: float) -> str:
     return f"{minutes:.1f} minutes" if minutes < 10 else f"{minutes:,.0f} minutes"
 
 
+def at(points: Sequence[Point], index: int) -> list[Point]:
+    """The point of this index, counted from 0, alone; ValueError where there is none."""
+    if not 0 <= index < len(points):
+        raise ValueError(f"--index {index}: {len(points)} points are selected, 0 to {len(points) - 1}")
+    return [points[index]]
+
+
 def launch(
-    points: Sequence[Point], workdir: str | Path, source: str | None, *, command: Sequence[str] = COMMAND
+    points: Sequence[Point],
+    workdir: str | Path,
+    source: str | None,
+    *,
+    workers: int = 1,
+    force: bool = False,
+    command: Sequence[str] = COMMAND,
 ) -> int:
-    """Bring every point to its result; 0 if all runs are done, 1 if not, 130 after Ctrl-C.
+    """Bring every point to its result, up to `workers` at once.
 
-    `command` is what one point is started with; its run directories are appended.
+    0 if all runs are done, 1 if not, 130 after Ctrl-C, RESUMABLE where runs were stopped by SIGTERM or SIGUSR1. With
+    `force` what was recorded for these points is set aside, and they are trained again. `command` is what one point
+    is started with; its run directories are appended. Raises ValueError for more workers than the machine has room
+    for, HeldError for a run that is to be set aside while it runs, and what `check` and `plan` refuse.
     """
-    plans = plan(points, Path(workdir), source, check(points))
+    shares = placement.shares(workers)
     try:
-        for number, each in enumerate(plans, 1):
-            _bring_up(each, f"[{number}/{len(plans)}] {each.point.directory_name}", command)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 1 if any(each.open_runs for each in plans) else 0
+        with stopping.interrupting():
+            digests = check(points)
+            if force:
+                _set_aside(points, Path(workdir))
+            plans = plan(points, Path(workdir), source, digests)
+    except Stopped:
+        return RESUMABLE
+    return _Launch(plans, shares, command).run()
 
 
-def _bring_up(plan: Plan, title: str, command: Sequence[str]) -> None:
-    states = [(run, *run.status()) for run in plan.open_runs]
-    for run, state, reason in states:
+def _set_aside(points: Sequence[Point], workdir: Path) -> None:
+    """Rename what these points have left; none of it, where one of them is running."""
+    paths = [workdir / point.directory_name / f"seed_{each.seed}" for point in points for each in point.experiments]
+    runs = [Run(path) for path in paths if path.exists()]
+    for run in runs:
+        state, reason = run.status()
         if state == "running":
-            print(f"{title}: {run.path.name} is left to {reason}", flush=True)
-    idle = [run for run, state, _ in states if state != "running"]
-    if not idle:
-        print(f"{title}: {'nothing to start' if states else 'done before'}", flush=True)
-        return
-    print(f"{title}: {', '.join(run.path.name for run in idle)}", flush=True)
-    _run_child(idle, command)
-
-
-def _run_child(runs: Sequence[Run], command: Sequence[str]) -> None:
-    """One point in a process of its own. However it ends, each run then has a result or an error."""
+            raise HeldError(f"{run.path}: cannot be replaced while it runs in {reason}")
     for run in runs:
-        run.forget_error()
-    # The child ends with us, even if we are killed: it watches for the end of its input (`child`).
-    arguments = [*command, *(str(run.path) for run in runs)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, env={**KEEP_MEMORY, **os.environ}) as child:
-        try:
-            end = _describe(child.wait())
-        except KeyboardInterrupt:
-            _stop(child)
-            _fail_silent(runs, "interrupted")
-            raise
-    _fail_silent(runs, end)
+        if (aside := run.set_aside()) is not None:
+            print(f"{run.path}: kept as {aside.name}", flush=True)
 
 
-def _fail_silent(runs: Sequence[Run], reason: str) -> None:
-    """Give a reason to the runs whose process could not: neither done nor failed by their own account."""
-    for run in runs:
-        if not run.error() and not is_complete(run) and run.status()[0] != "running":
-            run.fail(reason)
+@dataclasses.dataclass
+class _Job:
+    """A point and those of its runs that nobody here has started; what was said about it."""
+
+    title: str
+    path: Path
+    runs: list[Run]
+    said: set[str] = dataclasses.field(default_factory=set)
+
+    def say(self, text: str) -> None:
+        """A line about the point, once."""
+        if text not in self.said:
+            print(f"{self.title}: {text}", flush=True)
+        self.said.add(text)
 
 
-def _stop(child: subprocess.Popen) -> None:
-    """SIGTERM, which it turns into an orderly end; SIGKILL if that takes long or Ctrl-C is pressed again."""
-    child.terminate()
-    try:
-        child.wait(SECONDS_TO_STOP)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        child.kill()
-        child.wait()
+@dataclasses.dataclass(frozen=True)
+class _UnderWay:
+    """Runs of a point in a process, and since when."""
+
+    job: _Job
+    runs: list[Run]
+    began: float = dataclasses.field(default_factory=time.monotonic)
 
 
-def _describe(code: int) -> str:
-    if code >= 0:
-        return f"the process ended with exit code {code} and no result"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "unknown"
-    hint = ", possibly out of memory" if -code == signal.SIGKILL else ""
-    return f"killed by signal {-code} ({name}{hint})"
+class _Launch:
+    """Starts each run at most once; leaves those that others hold, and those that others failed with meanwhile."""
+
+    def __init__(self, plans: Sequence[Plan], shares: Sequence[placement.Share], command: Sequence[str]):
+        self.plans, self.command = plans, command
+        self.workers = Workers(shares)
+        self.has_logs = len(shares) > 1
+        self.jobs = [
+            _Job(f"[{number}/{len(plans)}] {each.point.directory_name}", each.runs[0].path.parent, each.open_runs)
+            for number, each in enumerate(plans, 1)
+        ]
+        pairs = [pair for each in plans for pair in zip(each.runs, each.point.experiments, strict=True)]
+        self.experiments = {run.path: experiment for run, experiment in pairs}
+        self.attempts = {run.path: run.attempts() for job in self.jobs for run in job.runs}
+        self.under_way: dict[subprocess.Popen, _UnderWay] = {}
+
+    def run(self) -> int:
+        for job in self.jobs:
+            if not job.runs:
+                job.say("done before")
+        with stopping.heard(self.workers.hear, (*stopping.SIGNALS, signal.SIGINT)):
+            while True:
+                while self.workers.free and self.workers.asked is None and (chosen := self._next()):
+                    self._start(*chosen)
+                if not self.under_way:
+                    return self._code()
+                self._end(self.workers.next_end())
+
+    def _next(self) -> tuple[_Job, list[Run]] | None:
+        """The first point of which something can be started, and what was claimed of it."""
+        for job in self.jobs:
+            claimed = [run for run in tuple(job.runs) if self._claim(job, run)]
+            if claimed:
+                return job, claimed
+        return None
+
+    def _claim(self, job: _Job, run: Run) -> bool:
+        """Claim a run; if that can't be, it is done or failed elsewhere, or held and looked at again later."""
+        number = run.attempts()
+        state, reason = run.status()
+        if state == "running":
+            job.say(f"{run.path.name} is left to {reason}")
+            return False
+        Run.plan(run.path, self.experiments[run.path], None)  # when all were planned it may have been held
+        claimed = False
+        if is_complete(run):
+            job.say(f"{run.path.name} was done by another launch")
+        elif state == "failed" and run.error() and number != self.attempts[run.path]:
+            job.say(f"{run.path.name} failed in another launch: {reason}")
+        elif not (claimed := run.reserve(number + 1)):
+            return False
+        job.runs.remove(run)
+        return claimed
+
+    def _start(self, job: _Job, runs: list[Run]) -> None:
+        log = job.path / "log.txt" if self.has_logs else None
+        where = f", output in {log}" if log else ""
+        print(f"{job.title}: {', '.join(run.path.name for run in runs)}{where}", flush=True)
+        process = self.workers.start([*self.command, *(str(run.path) for run in runs)], log)
+        self.under_way[process] = _UnderWay(job, runs)
+
+    def _end(self, process: subprocess.Popen) -> None:
+        """However it ended, each of its runs then has a result, an error, or was stopped."""
+        ended = self.under_way.pop(process)
+        reason, asked = describe(process.returncode), self.workers.asked
+        for run in ended.runs:
+            try:
+                run.close("stopped" if asked else "failed", f"{asked.name}, {reason}" if asked else reason)
+            except HeldError as lost:
+                print(lost, flush=True)
+        states = (f"{run.path.name} {' '.join(filter(None, run.status()))}" for run in ended.runs)
+        print(f"{ended.job.title}: {'; '.join(states)} after {time.monotonic() - ended.began:.0f} s", flush=True)
+
+    def _code(self) -> int:
+        left = [run for plan in self.plans for run in plan.open_runs]
+        if not left:
+            return 0
+        if self.workers.asked == signal.SIGINT:
+            return INTERRUPTED
+        states = Counter(run.status()[0] for run in left)
+        if self.workers.asked or states["stopped"]:
+            return RESUMABLE
+        if states["running"]:
+            print(f"{states['running']} runs are left to other launches, which hold them", flush=True)
+        return 1
 
 
 def is_complete(run: Run) -> bool:
@@ -197,34 +286,89 @@ def is_complete(run: Run) -> bool:
     return run.status()[0] == "done" and result is not None and result.get("eval") == run.config["experiment"]["eval"]
 
 
-def run_point(directories: Sequence[str | Path]) -> int:
-    """Train the planned seeds of one point in one program, score each, store results; 0 if all are done.
+def run_point(directories: Sequence[str | Path], *, again: bool = True) -> int:
+    """Train the planned seeds of one point, score each, store results; 0 if all are done, RESUMABLE if stopped.
 
-    What a run fails with is in its error.json and on stderr. A seed that fails to be scored doesn't stop the others.
-    Raises RecordError if another process holds a run, KeyboardInterrupt after recording it.
+    Runs that another process holds are left to it. What a run fails with is in its error.json and on stderr; a seed
+    that fails to be scored doesn't stop the others. Raises HeldError if all are held elsewhere, KeyboardInterrupt
+    after recording it. `again`: a second SIGTERM or SIGUSR1 kills.
     """
-    claimed: list[Run] = []
-    try:
-        for run in map(Run, directories):
+    with stopping.noted(again=again):
+        claimed: list[Run] = []
+        try:
+            held = _claim_all([Run(each) for each in directories], claimed)
+            with mirror.training(claimed):
+                done = [_bring_up(group) for group in _groups(claimed)]
+        except Stopped as stopped:
+            print(f"stopped: {stopped}", file=sys.stderr)
+            _end_all(claimed, "stopped", str(stopped))
+            return RESUMABLE
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            _end_all(claimed, "failed", "interrupted" if interrupted else traceback.format_exc())
+            raise
+        return 0 if all(done) and not held else 1
+
+
+def _claim_all(runs: Sequence[Run], claimed: list[Run]) -> list[HeldError]:
+    """Add to `claimed` the runs that nobody else holds; returns the refusals of the others, raises if all refuse."""
+    held = []
+    for run in runs:
+        try:
             run.start()
             claimed.append(run)
-        with mirror.training(claimed):
-            results = _train(claimed)
-            finished = [_score(run, result) for run, result in zip(tuple(claimed), results, strict=True)]
-    except BaseException as error:
-        return _fail_all(claimed, error)
-    return 0 if all(finished) else 1
+        except HeldError as error:
+            held.append(error)
+    if held and not claimed:
+        raise held[0]
+    for each in held:
+        print(f"{each}; left to it", file=sys.stderr)
+    return held
 
 
-def _train(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The summary of each run: that of its result if it has one, else of training it together with the others."""
+def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that go through one program: trained ones; others by a checkpoint's step that they share, or by having none.
+
+    Seeds broken off while they were being saved have one in common. A seed that was added later has not, and would
+    send the others back to their beginning.
+    """
+    trained = [run for run in runs if run.result() is not None]
+    untrained = [run for run in runs if run not in trained]
+    if len(untrained) > 1:
+        from pe_ablation import checkpoint
+
+        groups: list[tuple[set[int], list[Run]]] = []
+        for run in untrained:
+            steps = set(checkpoint.steps(run.path / "checkpoints"))
+            for common, group in groups:
+                if common & steps or not common | steps:
+                    common &= steps
+                    group.append(run)
+                    break
+            else:
+                groups.append((steps, [run]))
+        return [*([trained] if trained else []), *(group for _, group in groups)]
+    return [group for group in (trained, untrained) if group]
+
+
+def _bring_up(runs: Sequence[Run]) -> bool:
+    """Train and score runs together; whether all are done. An error of training is recorded for each of them."""
+    try:
+        results = _train(runs)
+    except Exception:
+        traceback.print_exc()
+        _end_all(runs, "failed", traceback.format_exc())
+        return False
+    return all([_score(run, result) for run, result in zip(runs, results, strict=True)])
+
+
+def _train(runs: Sequence[Run]) -> list[Any]:
+    """The summary of each run: that of its result if they have one, else of training them together."""
     from pe_ablation import train
 
-    results: list[Any] = [run.result() for run in runs]
-    untrained = [run for run, result in zip(runs, results, strict=True) if result is None]
-    if untrained:
-        fresh = iter(train.fit_seeds([run.experiment for run in untrained], [run.path for run in untrained]))
-        results = [next(fresh) if result is None else result for result in results]
+    results = [run.result() for run in runs]
+    if None in results:
+        return train.fit_seeds([run.experiment for run in runs], [run.path for run in runs])
     return results
 
 
@@ -234,36 +378,30 @@ def _score(run: Run, result: Mapping[str, Any]) -> bool:
 
     try:
         evaluate.evaluate_run(run.path)
+        run.finish({**result, "eval": config.to_dict(run.experiment.eval)})
     except Exception:
         traceback.print_exc()
-        run.fail(traceback.format_exc())
+        _end_all([run], "failed", traceback.format_exc())
         return False
-    run.finish({**result, "eval": config.to_dict(run.experiment.eval)})
     return True
 
 
-def _fail_all(claimed: Sequence[Run], error: BaseException) -> int:
-    """Record the exception being handled in every claimed run that has no end yet; interruptions and refusals go on."""
-    interrupted = isinstance(error, KeyboardInterrupt)
-    for run in claimed:
-        if run.status()[0] == "running":
-            run.fail("interrupted" if interrupted else traceback.format_exc())
-    if interrupted or isinstance(error, RecordError):
-        raise error
-    traceback.print_exc()
-    return 1
+def _end_all(runs: Sequence[Run], state: Literal["failed", "stopped"], reason: str) -> None:
+    """End the attempts that have no end yet; one that was lost to another process is that one's."""
+    for run in runs:
+        with contextlib.suppress(HeldError):
+            run.close(state, reason)
 
 
 def child(directories: Sequence[str | Path], parent: int = 0) -> int:
-    """`run_point` for a launcher, which alone stops us: by SIGTERM, or by ending itself.
+    """`run_point` for a launcher, which alone stops us: by SIGTERM, by SIGKILL, or by ending itself.
 
-    `parent` is the descriptor of a pipe that the launcher holds open while it lives. A terminal sends Ctrl-C to both;
-    the launcher passes it on.
+    `parent` is the descriptor of a pipe that the launcher holds open while it lives. A terminal sends Ctrl-C to both,
+    a scheduler its signals: the launcher passes on what it makes of them, and being asked twice changes nothing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    return run_point(directories)
+    return run_point(directories, again=False)
 
 
 def _end_with(pipe: int) -> None:
@@ -279,4 +417,5 @@ def status(runs_dir: str | Path) -> Iterator[str]:
         counts[state] += 1
         name = run.path.relative_to(runs_dir) if run.path != Path(runs_dir) else run.path
         yield f"{state:<8} {name}  {reason}".rstrip()
-    yield f"{counts.total()} runs: " + ", ".join(f"{counts[state]} {state}" for state in STATES)
+    stopped = ("stopped",) if counts["stopped"] else ()
+    yield f"{counts.total()} runs: " + ", ".join(f"{counts[state]} {state}" for state in (*STATES, *stopped))

@@ -1,7 +1,7 @@
 """The run directory: what one seed of one point was asked to do, did, and scored. It is the primary record.
 
     config.json      written when the run is planned: identity, experiment, source, digest of the training tokens
-    running.json     the process that trains it, while it does
+    attempts/        who trained it when, a file per attempt; the last one, while it is young, is running (lease.py)
     metrics.jsonl    one row per logged step: numbers that a rerun reproduces
     timing.jsonl     clock and throughput of the same steps
     evaluation/      one cell per KEY.json (numbers) and KEY.npz (sums per document and position)
@@ -9,30 +9,29 @@
     result.json      written last: the run is done
     error.json       why the last attempt failed
 
-Every file but the two logs is replaced atomically; the logs lose at most a torn last line. All JSON is strict.
+Every file but the two logs is replaced atomically; the logs lose at most a torn last line. All JSON is strict. A
+process that claimed a run and lost it to another one writes nothing more.
 """
 
-import contextlib
 import datetime
-import fcntl
 import io
+import itertools
 import json
 import math
 import os
 import re
-import socket
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from pe_ablation import atomic, config
+from pe_ablation import atomic, config, lease
 from pe_ablation.config import Experiment
 
 FORMAT = 1
-State = Literal["done", "running", "failed", "missing"]
+SET_ASIDE = ".replaced-"  # in the name of a run directory that was replaced by a new one, with a number behind it
+State = Literal["done", "running", "failed", "missing", "stopped"]
 Kind = Literal["metrics", "timing"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -40,6 +39,10 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 class RecordError(ValueError):
     """A run directory that cannot be used as asked; the message names its path."""
+
+
+class HeldError(RecordError):
+    """A run that another process has claimed."""
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
@@ -166,21 +169,24 @@ class Run:
         """(state, reason), the reason empty where there is nothing to say.
 
         running: a live process holds it. failed: the last attempt left an error, or ended without a result.
-        done: result.json is there, whole. missing: planned or not even that, and never started.
+        done: result.json is there, whole. missing: planned or not even that, and never started. stopped: somebody asked
+        the last attempt to stop, and the next one goes on from its checkpoint.
         """
         if (self.path / "config.json").exists() and _read_json(self.path / "config.json") is None:
             return "failed", "config.json is unreadable"
-        owner = _read_json(self.path / "running.json")
-        if owner and _alive(owner):
-            return "running", _whose(owner)
+        attempt = lease.last(self._attempts)
+        if attempt is not None and attempt.alive:
+            return "running", attempt.whose
         if (self.path / "error.json").exists():
             return "failed", _last_line(self.error())
+        if attempt is not None and attempt.end is not None and attempt.end["state"] == "stopped":
+            return "stopped", attempt.end["reason"]
         if (result := self.result()) is not None:
             return "done", "diverged" if result.get("status") == "diverged" else ""
         if (self.path / "result.json").exists():
             return "failed", "result.json is truncated"
-        if (self.path / "running.json").exists():
-            return "failed", f"{_whose(owner)} ended without a result" if owner else "running.json is truncated"
+        if attempt is not None and attempt.end is None:
+            return "failed", f"{attempt.whose} ended without a result"
         return "missing", ""
 
     def result(self) -> dict[str, Any] | None:
@@ -193,38 +199,92 @@ class Run:
         found = _read_json(path)
         return found["error"] if found else "error.json is truncated" if path.exists() else ""
 
-    def start(self) -> None:
-        """Claim the run for this process and forget an old error.
+    @property
+    def _attempts(self) -> Path:
+        return self.path / "attempts"
 
-        Raises RecordError naming the process, if another live one holds it. Starting twice in one process is allowed.
+    def attempts(self) -> int:
+        """How many times it was begun."""
+        attempt = lease.last(self._attempts)
+        return attempt.number if attempt else 0
+
+    def reserve(self, number: int) -> bool:
+        """Begin attempt `number` for a process that this one starts next; False if another process was quicker."""
+        self._recorded()
+        return lease.reserve(self._attempts, number)
+
+    def start(self) -> None:
+        """Claim the run for this process, unless its launcher did, and forget an old error.
+
+        Raises HeldError naming the process, if another live one holds it. Starting twice in one process is allowed.
         """
         self._recorded()
-        with _locked(self.path / "config.json"):
-            owner = _read_json(self.path / "running.json")
-            if owner and _alive(owner) and not _is_this_process(owner):
-                raise RecordError(f"{self.path}: already running in {_whose(owner)}")
-            _write_json(self.path / "running.json", _this_process())
-        self.forget_error()
-
-    def forget_error(self) -> None:
+        try:
+            lease.take(self._attempts)
+        except lease.Held as holder:
+            raise HeldError(f"{self.path}: already running in {holder}") from None
         (self.path / "error.json").unlink(missing_ok=True)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Store `result`: the run is done."""
+        self.check_held()
         _write_json(self.path / "result.json", result)
-        self.forget_error()
-        self._release()
+        (self.path / "error.json").unlink(missing_ok=True)
+        lease.release(self._attempts, "done")
 
     def fail(self, error: str) -> None:
         """Store why this attempt failed (a whole traceback, usually); checkpoints and rows stay for the next one."""
+        self.check_held()
         _write_json(self.path / "error.json", {"error": error, "time": _now()})
-        self._release()
+        lease.release(self._attempts, "failed")
 
-    def _release(self) -> None:
-        (self.path / "running.json").unlink(missing_ok=True)
+    def stop(self, reason: str) -> None:
+        """Say that this attempt was asked to stop, which is no failure, and how far it got."""
+        self.check_held()
+        lease.release(self._attempts, "stopped", reason)
+
+    def close(self, state: Literal["failed", "stopped"], reason: str) -> None:
+        """`fail` or `stop` an attempt of this process, or of one that it started, unless that has an end already."""
+        if lease.is_open(self._attempts):
+            self.fail(reason) if state == "failed" else self.stop(reason)
+        lease.forget(self._attempts)
+
+    def set_aside(self) -> Path | None:
+        """Rename the directory, so that it is no run any more but kept; None if there was nothing in it but a plan.
+
+        Raises HeldError where another process holds it.
+        """
+        if not any(each.name != "config.json" for each in self.path.iterdir()):
+            return None
+        if not lease.reserve(self._attempts, self.attempts() + 1):
+            raise HeldError(f"{self.path}: another process has just claimed it")
+        names = (f"{self.path.name}{SET_ASIDE}{number}" for number in itertools.count(1))
+        aside = next(path for name in names if not (path := self.path.with_name(name)).exists())
+        self.path.rename(aside)
+        lease.moved(self._attempts, aside / self._attempts.name)
+        lease.release(aside / self._attempts.name, "replaced")
+        return aside
+
+    def check_held(self, *, look: bool = True) -> None:
+        """HeldError if this process claimed the run and lost it since; to be asked before anything is written.
+
+        Without `look`, only what the heartbeat noticed counts, and the file system is left alone.
+        """
+        mine = lease.held(self._attempts)
+        if mine is None:
+            return
+        if look:
+            mine.look()
+        if mine.lost:
+            other = lease.last(self._attempts)
+            raise HeldError(
+                f"{self.path}: taken over by {other.whose if other else 'nobody: it was moved away'}, because this "
+                f"process gave no sign of life for {lease.STALE:.0f} s; it stops here and has written nothing since"
+            )
 
     def append(self, kind: Kind, rows: list[dict[str, Any]]) -> None:
         """Add rows to a log, one line each, and flush them; a torn line left by a killed process is removed first."""
+        self.check_held()
         text = "".join(dumps(row) + "\n" for row in rows).encode()
         with self._log(kind).open("a+b") as file:
             _drop_torn_line(file)
@@ -247,6 +307,7 @@ class Run:
 
     def truncate(self, kind: Kind, step: int) -> None:
         """Keep the rows with row["step"] <= step: what a resume from the checkpoint of `step` continues."""
+        self.check_held()
         if self._log(kind).exists():
             kept = [row for row in self.rows(kind) if row["step"] <= step]
             atomic.write(self._log(kind), ["".join(dumps(row) + "\n" for row in kept).encode()])
@@ -262,6 +323,7 @@ class Run:
         The numbers are written last, so that a cell that is there has its arrays.
         """
         path = self._cell(cell["key"])
+        self.check_held()
         path.parent.mkdir(exist_ok=True)
         buffer = io.BytesIO()
         named: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
@@ -293,13 +355,14 @@ class Run:
 def find(runs_dir: str | Path) -> list[Run]:
     """The runs at or below a work directory, a point or a single run, by point and seed.
 
-    A directory whose config.json cannot be read is among them: its status is failed.
+    A directory whose config.json cannot be read is among them: its status is failed. What was set aside isn't.
     Raises FileNotFoundError where there is no folder and RecordError where it holds no run.
     """
     root = Path(runs_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: no such folder of runs")
     found = {path.parent for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}config.json")}
+    found = {path for path in found if path == root or SET_ASIDE not in path.name}
     if not found:
         raise RecordError(f"{root}: no run directory in it (no config.json)")
     return sorted(map(Run, found), key=lambda run: (run.path.parent, len(run.path.name), run.path))
@@ -363,52 +426,3 @@ def _drop_torn_line(file: Any) -> None:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One claim at a time: without it two processes could both take over from a third that died."""
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_of(pid), "time": _now()}
-
-
-def _is_this_process(owner: Mapping[str, Any]) -> bool:
-    mine = _this_process()
-    return all(owner.get(name) == mine[name] for name in ("pid", "host", "started"))
-
-
-def _alive(owner: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote running.json still runs; its start time tells it from a later one of its pid.
-
-    A process of another machine can't be looked up and counts as alive: training one run twice would spoil it.
-    """
-    if owner["host"] != socket.gethostname():
-        return True
-    return owner["started"] is not None and _start_of(owner["pid"]) == owner["started"]
-
-
-def _whose(owner: Mapping[str, Any]) -> str:
-    elsewhere = owner["host"] != socket.gethostname()
-    hint = f" of {owner['host']} (if it is gone, remove running.json)" if elsewhere else ""
-    return f"process {owner['pid']}{hint}"
-
-
-def _start_of(pid: int) -> str | None:
-    """When a process started, as text that only it gives; None for one that is gone or only waits to be reaped."""
-    if not Path("/proc/self/stat").exists():
-        listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-        return listed.stdout.strip() or None
-    try:
-        # The command's name, in parentheses, may hold anything: fields are counted from the last one.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if fields[0] in "ZX":
-        return None
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{fields[19]}"

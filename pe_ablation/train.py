@@ -3,8 +3,9 @@
 Letters in shapes: R seeds (runs), A micro-batches, B windows of a micro-batch, L window length in tokens.
 
 One step, always in this order: take a batch of each seed -> dispatch the step -> record the step before it -> at a
-checkpoint step, record this one too, then save {state, data iterator}. Nothing random is kept: dropout keys are made of
-seed and step, batches of seed and position. So a resumed run repeats an uninterrupted one bit for bit on one machine.
+checkpoint step, and when a signal asks to stop, record this one too, then save {state, data iterator}. Nothing random
+is kept: dropout keys are made of seed and step, batches of seed and position. So a resumed run repeats an uninterrupted
+one bit for bit on one machine.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pe_ablation import attention, data
+from pe_ablation import attention, data, stopping
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import Experiment, TrainConfig, point_identity, read
 from pe_ablation.model import GPT, GPTConfig, keyed
@@ -151,8 +152,8 @@ def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
     run.start()
     try:
         summary = fit_seeds([experiment], [run.path])[0]
-    except Exception:
-        run.fail(traceback.format_exc())
+    except BaseException:
+        run.close("failed", traceback.format_exc())
         raise
     run.finish(summary)
     return summary
@@ -163,7 +164,8 @@ def fit_seeds(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> li
 
     They start from the newest step that all have a checkpoint of. A seed that stops being finite is frozen and marked
     diverged; the others go on. Summary: status (ok | diverged), steps, tokens, parameters, nats of the last step, ...
-    Raises ValueError for experiments of different points, and whatever data, model or checkpoints refuse.
+    Raises ValueError for experiments of different points, Stopped after the checkpoint that a signal asked for,
+    HeldError when another process took a run over, and whatever data, model or checkpoints refuse.
     """
     experiment = experiments[0]
     if len({point_identity(each) for each in experiments}) > 1:
@@ -249,13 +251,17 @@ class _Fit:
         seeds = jnp.asarray(self.seeds, jnp.uint32)
         waiting: tuple[int, Any] | None = None
         for step in range(start + 1, train.steps + 1):
-            if waiting is None and not bool(jnp.any(state.alive)):  # asked at the start and after checkpoints
-                break
+            if waiting is None:  # at the start and after checkpoints
+                stopping.check(f"trained to step {step - 1}")
+                if not bool(jnp.any(state.alive)):
+                    break
             state, metrics = self.step(state, self._next(), seeds)
             if waiting is not None:
                 log.write(*waiting)
             waiting = (step, metrics)
-            if step % train.checkpoint_every == 0 or step == train.steps:
+            for run in self.runs:
+                run.check_held(look=False)
+            if step % train.checkpoint_every == 0 or step == train.steps or stopping.requested():
                 log.write(*waiting)
                 waiting = None
                 self._save(checkpoints, step, state)
@@ -267,6 +273,8 @@ class _Fit:
         return windows.reshape(len(self.seeds), self.experiment.train.accumulation, -1, windows.shape[-1])
 
     def _save(self, checkpoints: list[Checkpoints], step: int, state: TrainState) -> None:
+        for run in self.runs:
+            run.check_held()
         for each in checkpoints:  # all, before any goes on: seeds stay less than two saves apart and share a step
             each.wait()
         for row, (each, batches) in enumerate(zip(checkpoints, self.batches, strict=True)):

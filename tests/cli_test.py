@@ -50,7 +50,7 @@ def launched(monkeypatch):
     """What `launch` was called with; instead of training it plans."""
     calls = []
 
-    def pretend(points, workdir, source):
+    def pretend(points, workdir, source, **_):
         calls.append((points, str(workdir), source))
         launch.plan(points, workdir, source, {})
         return 1

@@ -7,10 +7,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from other_process import OtherProcess
 
 import pe_ablation
-from pe_ablation import config, launch, record
-from pe_ablation.record import RecordError, Run
+from pe_ablation import config, launch, lease, placement, record, workers
+from pe_ablation.placement import Share
+from pe_ablation.record import HeldError, RecordError, Run
 from pe_ablation.sweep import Point
 
 ARMS = ("none", "rope", "alibi", "t5")
@@ -19,7 +21,7 @@ ARMS = ("none", "rope", "alibi", "t5")
 CHILD = """
 import json, os, pathlib, signal, sys, time, types
 import pe_ablation
-from pe_ablation import launch
+from pe_ablation import launch, stopping
 
 workdir = pathlib.Path(sys.argv[1])
 
@@ -37,14 +39,79 @@ def fit_seeds(experiments, run_dirs):
         os._exit(0)
     if behaviour == "wait":
         (workdir / "pid").write_text(str(os.getpid()))
-        time.sleep(60)
+        for _ in range(6000):
+            stopping.check("waited")
+            time.sleep(0.01)
     return [{"status": "ok", "steps": 1} for _ in experiments]
 pe_ablation.train = types.SimpleNamespace(fit_seeds=fit_seeds)
 pe_ablation.evaluate = types.SimpleNamespace(evaluate_run=lambda run_dir: None)
-try:
-    sys.exit(launch.child(sys.argv[2:]))
-except KeyboardInterrupt:
-    sys.exit(130)
+sys.exit(launch.child(sys.argv[2:]))
+"""
+
+
+# The same without jax, and so without `launch.child`: it starts in a tenth of a second.
+QUICK_CHILD = """
+import json, os, signal, sys, time
+from pathlib import Path
+from pe_ablation import lease
+
+workdir, runs = Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]]
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+configs = [json.loads((run / "config.json").read_text()) for run in runs]
+arm = configs[0]["arm"]
+
+def log(event):
+    about = {"event": event, "arm": arm, "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
+    with (workdir / "events.jsonl").open("a") as file:
+        file.write(json.dumps({**about, "device": os.environ.get("CUDA_VISIBLE_DEVICES")}) + "\\n")
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+for run in runs:
+    lease.take(run / "attempts")
+    (run / "error.json").unlink(missing_ok=True)
+log("start")
+print(f"{arm} speaks", flush=True)
+behaviours = json.loads((workdir / "behaviour.json").read_text())
+behaviour = behaviours.get(arm, "")
+if behaviour == "raise":
+    for run in runs:
+        (run / "error.json").write_text(json.dumps({"error": "no luck", "time": ""}))
+        lease.release(run / "attempts", "failed")
+    sys.exit(1)
+if behaviour == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == "meet":
+    until(lambda: (workdir / "events.jsonl").read_text().count("start") >= 2)
+if behaviour.startswith("kill "):
+    os.kill(int(behaviour.split()[1]), signal.SIGKILL)
+if behaviour.startswith("signal "):
+    _, number, *then = behaviour.split()
+    waiting = [other for other in behaviours if behaviours[other] == "wait"]
+    until(lambda: all(f'"arm": "{other}"' in (workdir / "events.jsonl").read_text() for other in waiting))
+    os.kill(os.getppid(), int(number))
+    until(lambda: asked)
+    if then == ["again"]:
+        os.kill(os.getppid(), int(number))
+    if then:
+        until(lambda: False)
+if behaviour == "wait":
+    until(lambda: asked)
+if asked:
+    for run in runs:
+        lease.release(run / "attempts", "stopped", f"trained to step 1, then {asked[0]}")
+    log("stop")
+    sys.exit(75)
+log("end")
+for run, about in zip(runs, configs):
+    (run / "result.json").write_text(json.dumps({"status": "ok", "eval": about["experiment"]["eval"]}))
+    lease.release(run / "attempts", "done")
 """
 
 
@@ -62,6 +129,10 @@ class Grid:
         self.points = [point(arm) for arm in ARMS]
         self.behave({})
 
+    def quick(self):
+        self.child.write_text(QUICK_CHILD)
+        return self
+
     @property
     def command(self):
         return (sys.executable, str(self.child), str(self.workdir))
@@ -69,9 +140,16 @@ class Grid:
     def behave(self, behaviour):
         (self.workdir / "behaviour.json").write_text(json.dumps(behaviour))
 
-    def launch(self):
+    def launch(self, **asked):
         (self.workdir / "started.jsonl").unlink(missing_ok=True)
-        return launch.launch(self.points, self.workdir, "configs/grid.py", command=self.command)
+        (self.workdir / "events.jsonl").unlink(missing_ok=True)
+        return launch.launch(self.points, self.workdir, "configs/grid.py", command=self.command, **asked)
+
+    def events(self, *kinds):
+        """What quick children logged, in order."""
+        path = self.workdir / "events.jsonl"
+        logged = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [each for each in logged if each["event"] in kinds]
 
     def started(self):
         path = self.workdir / "started.jsonl"
@@ -91,11 +169,17 @@ def grid(tmp_path, monkeypatch):
     return Grid(tmp_path)
 
 
-def eventually(condition, seconds=20.0):
+def eventually(condition, seconds=120.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it never happened"
         time.sleep(0.05)
+
+
+@pytest.fixture
+def roomy(monkeypatch):
+    """As many workers as are asked for, on whatever this machine has."""
+    monkeypatch.setattr(placement, "shares", lambda workers: [Share()] * workers)
 
 
 def test_a_grid_where_one_run_raises_and_one_is_killed(grid, capsys):
@@ -127,6 +211,20 @@ def test_a_grid_where_one_run_raises_and_one_is_killed(grid, capsys):
     assert [[run.path for run in each.open_runs] for each in plans] == [[], [], [], [result.parent]]
 
 
+def test_the_same_grid_on_two_workers(grid, roomy):
+    grid.quick().behave({"rope": "raise", "alibi": "kill"})
+    assert grid.launch(workers=2) == 1
+    assert sorted(each["arm"] for each in grid.events("start")) == sorted(ARMS)
+    assert grid.states() == {"none": "done", "rope": "failed", "alibi": "failed", "t5": "done"}
+    assert grid.run("rope").error() == "no luck"
+    assert grid.run("alibi").error() == "killed by signal 9 (SIGKILL, possibly out of memory)"
+    grid.behave({})
+    assert grid.launch(workers=2) == 0
+    assert sorted(each["arm"] for each in grid.events("start")) == ["alibi", "rope"]
+    assert set(grid.states().values()) == {"done"}
+    assert grid.launch(workers=2) == 0 and grid.events("start") == []
+
+
 def test_a_process_that_ends_without_a_word_is_a_failure(grid):
     grid.points = [point("none")]
     grid.behave({"none": "exit"})
@@ -141,15 +239,156 @@ def test_a_command_that_cannot_even_start_is_a_failure_of_each(grid):
 
 
 def test_a_run_that_another_process_trains_is_left_to_it(grid, capsys):
-    grid.points = grid.points[:2]
+    grid.quick().points = grid.points[:2]
     launch.plan(grid.points, grid.workdir, None, {})
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        owner = record._this_process() | {"pid": other.pid, "started": record._start_of(other.pid)}
-        (grid.run("none").path / "running.json").write_text(record.dumps(owner))
+    with OtherProcess() as other:
+        other("take", grid.run("none").path / "attempts")
         assert grid.launch() == 1
-        assert [arm for arm, _, _ in grid.started()] == ["rope"]
-        assert f"left to process {other.pid}" in capsys.readouterr().out
+        assert [each["arm"] for each in grid.events("start")] == ["rope"]
+        out = capsys.readouterr().out
+        assert f"seed_0 is left to process {other.pid}\n" in out and "1 runs are left to other launches" in out
         assert grid.run("none").status()[0] == "running"
+
+
+def test_a_run_whose_process_dies_meanwhile_is_taken_over(grid):
+    grid.quick().points = grid.points[:2]
+    launch.plan(grid.points, grid.workdir, None, {})
+    with OtherProcess() as other:
+        other("take", grid.run("none").path / "attempts")
+        grid.behave({"rope": f"kill {other.pid}"})
+        assert grid.launch() == 0
+    assert [each["arm"] for each in grid.events("start")] == ["rope", "none"] and grid.run("none").attempts() == 2
+
+
+def test_what_failed_in_another_launch_meanwhile_is_left_to_the_next_one(grid, capsys):
+    grid.quick().points = grid.points[:2]
+    plans = launch.plan(grid.points, grid.workdir, None, {})
+    ours = launch._Launch(plans, [Share()], grid.command)
+    run = grid.run("rope")
+    with OtherProcess() as other:
+        other("take", run.path / "attempts")
+        (run.path / "error.json").write_text(record.dumps({"error": "ValueError: theirs", "time": ""}))
+        other("release", run.path / "attempts", "failed")
+    assert ours.run() == 1
+    assert [each["arm"] for each in grid.events("start")] == ["none"]
+    assert "seed_0 failed in another launch: ValueError: theirs" in capsys.readouterr().out
+    assert grid.launch() == 0 and [each["arm"] for each in grid.events("start")] == ["rope"]
+
+
+def test_lengths_that_were_asked_for_while_another_launch_trained_are_scored(grid, monkeypatch):
+    """When all was planned the run was held, so that its config could not be brought up to date."""
+    grid.quick().points = [point("none", eval={"lengths": (64, 512)})]
+    launch.plan([point("none")], grid.workdir, None, {})
+    with OtherProcess() as other:
+        other("take", grid.run("none").path / "attempts")
+        plans = launch.plan(grid.points, grid.workdir, None, {})
+        assert 512 not in grid.run("none").experiment.eval.lengths
+        other("release", grid.run("none").path / "attempts", "done")
+    assert launch._Launch(plans, [Share()], grid.command).run() == 0
+    assert grid.run("none").result()["eval"]["lengths"] == [64, 512]
+
+
+# Several at once
+
+
+def test_workers_run_at_once_and_no_more_than_asked_for(grid, roomy, capsys):
+    grid.quick().behave(dict.fromkeys(ARMS, "meet"))
+    assert grid.launch(workers=2) == 0
+    at_once = most = 0
+    for each in grid.events("start", "end"):
+        at_once += 1 if each["event"] == "start" else -1
+        most = max(most, at_once)
+    assert most == 2 and len(grid.events("start")) == 4
+    lines = capsys.readouterr().out.splitlines()
+    for number, each in enumerate(grid.points, 1):
+        log = grid.workdir / each.directory_name / "log.txt"
+        about = [line for line in lines if line.startswith(f"[{number}/4] {each.directory_name}: ")]
+        assert about[0].endswith(f": seed_0, output in {log}") and ": seed_0 done after" in about[1] and len(about) == 2
+        assert log.read_text() == f"{each.arm} speaks\n"
+    assert len(lines) == 8
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_are_pinned_to_cores_of_their_own(grid, monkeypatch):
+    monkeypatch.setattr(placement, "_backend", lambda: ("cpu", 1))
+    before = os.sched_getaffinity(0)
+    grid.quick().behave(dict.fromkeys(ARMS, "meet"))
+    assert grid.launch(workers=2) == 0
+    first, second = {tuple(each["cores"]) for each in grid.events("start")}
+    assert not set(first) & set(second) and {*first, *second} == before == os.sched_getaffinity(0)
+    grid.behave({})
+    assert grid.launch(force=True) == 0
+    assert [each["cores"] for each in grid.events("start")] == [sorted(before)] * 4
+
+
+def test_two_launches_at_once_run_no_point_twice(grid):
+    grid.quick().behave({"t5": "raise"})
+    seeds = range(5)
+    source = LAUNCHER.replace("POINTS", repr([[arm, {"seed": seed}] for seed in seeds for arm in ARMS]))
+    command = [sys.executable, "-c", source, str(grid.workdir), *grid.command]
+    launches = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for each in launches:
+        assert each.stdout.readline() == "ready\n"
+    for each in launches:
+        each.stdin.write("\n")
+        each.stdin.flush()
+    for each in launches:
+        each.communicate(timeout=60)
+        assert each.returncode == 1
+    starts = grid.events("start")
+    assert len(starts) == 20 and len(record.find(grid.workdir)) == 20
+    states = [run.status()[0] for run in record.find(grid.workdir)]
+    assert {run.attempts() for run in record.find(grid.workdir)} == {1}
+    assert (states.count("done"), states.count("failed")) == (15, 5)
+
+
+# Being stopped
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, launch.RESUMABLE)]
+)
+def test_a_signal_stops_all_workers_after_a_checkpoint(grid, roomy, capsys, number, code):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    grid.quick().behave({"none": "wait", "rope": f"signal {int(number)}"})
+    assert grid.launch(workers=2) == code
+    assert grid.states() == {"none": "stopped", "rope": "stopped", "alibi": "missing", "t5": "missing"}
+    assert grid.run("rope").status()[1] == "trained to step 1, then SIGTERM"
+    assert {each["arm"] for each in grid.events("stop")} == {"none", "rope"}
+    listing = list(launch.status(grid.workdir))
+    assert listing[-1] == "4 runs: 0 done, 0 running, 0 failed, 2 missing, 2 stopped"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    grid.behave({})
+    assert grid.launch(workers=2) == 0 and len(grid.events("start")) == 4
+    assert list(launch.status(grid.workdir))[-1] == "4 runs: 4 done, 0 running, 0 failed, 0 missing"
+
+
+@pytest.mark.parametrize("how", ["again", "slow"])
+def test_what_does_not_stop_is_killed_and_still_no_failure(grid, monkeypatch, how):
+    if how == "slow":
+        monkeypatch.setattr(workers, "SECONDS_TO_STOP", 0.05)
+    grid.quick().behave({"none": f"signal {int(signal.SIGTERM)} {how}"})
+    assert grid.launch() == launch.RESUMABLE
+    assert grid.run("none").status() == (
+        "stopped",
+        "SIGTERM, killed by signal 9 (SIGKILL, possibly out of memory)",
+    )
+    grid.behave({})
+    assert grid.launch() == 0
+
+
+def test_a_run_that_stops_by_itself_makes_the_launch_resumable(grid):
+    """A scheduler may signal every process of a job: the child may have ended before the launcher hears of it."""
+    grid.quick()
+    (grid.workdir / "child.py").write_text(QUICK_CHILD.replace("asked = []", "asked = ['SIGUSR1']"))
+    grid.points = grid.points[:1]
+    assert grid.launch() == launch.RESUMABLE and grid.run("none").status()[0] == "stopped"
+
+
+def test_a_signal_while_all_is_still_planned_is_resumable_too(grid, monkeypatch):
+    monkeypatch.setattr(launch, "check", lambda points: os.kill(os.getpid(), signal.SIGUSR1))
+    assert grid.launch() == launch.RESUMABLE
+    assert grid.started() == [] and not (grid.workdir / grid.points[0].directory_name).exists()
 
 
 LAUNCHER = """
@@ -158,39 +397,78 @@ from pe_ablation import config, launch
 from pe_ablation.sweep import Point
 
 launch.check = lambda points: {}
-points = [Point((config.read({"encoding": {"name": arm}}),)) for arm in ("none", "rope", "alibi", "t5")]
+points = [Point((config.read({"encoding": {"name": arm}, **fields}),)) for arm, fields in POINTS]
+print("ready", flush=True)
+sys.stdin.readline()
 sys.exit(launch.launch(points, sys.argv[1], None, command=sys.argv[2:]))
 """
 
 
 @pytest.fixture
 def waiting(grid):
-    """A launcher in a process of its own whose second point waits: (grid, launcher, pid of the point's process)."""
-    grid.behave({"rope": "wait"})
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(grid.workdir), *grid.command])
+    """A launcher in a process of its own whose first point waits: (grid, launcher, pid of the point's process)."""
+    grid.behave({"none": "wait"})
+    source = LAUNCHER.replace("POINTS", repr([[arm, {}] for arm in ARMS]))
+    launcher = subprocess.Popen([sys.executable, "-c", source, str(grid.workdir), *grid.command], stdin=subprocess.PIPE)
+    launcher.stdin.write(b"\n")
+    launcher.stdin.flush()
     eventually(lambda: (grid.workdir / "pid").exists() and (grid.workdir / "pid").read_text())
     yield grid, launcher, int((grid.workdir / "pid").read_text())
     launcher.kill()
-    launcher.wait()
+    launcher.communicate()
 
 
 def test_ctrl_c_stops_the_child_and_leaves_records_whole(waiting):
     grid, launcher, pid = waiting
-    assert grid.run("rope").status() == ("running", f"process {pid}")
+    assert grid.run("none").status() == ("running", f"process {pid} of launch {launcher.pid}")
     os.kill(pid, signal.SIGINT)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(20) == 130
-    assert record._start_of(pid) is None
-    assert grid.states() == {"none": "done", "rope": "failed", "alibi": "missing", "t5": "missing"}
-    assert grid.run("rope").status() == ("failed", "interrupted")
+    assert launcher.wait(60) == 130
+    assert lease.start_of(pid) is None
+    assert grid.states() == {"none": "stopped", "rope": "missing", "alibi": "missing", "t5": "missing"}
+    assert grid.run("none").status() == ("stopped", "waited, then SIGTERM")
 
 
 def test_a_killed_launcher_takes_its_child_along(waiting):
     grid, launcher, pid = waiting
     launcher.kill()
-    eventually(lambda: record._start_of(pid) is None)
-    state, reason = grid.run("rope").status()
-    assert (state, reason) == ("failed", f"process {pid} ended without a result")
+    eventually(lambda: lease.start_of(pid) is None)
+    state, reason = grid.run("none").status()
+    assert (state, reason) == ("failed", f"process {pid} of launch {launcher.pid} ended without a result")
+
+
+# Again
+
+
+def test_force_trains_again_and_keeps_what_was(grid, capsys):
+    grid.quick().launch()
+    before = grid.run("rope").path / "result.json"
+    kept = before.read_bytes(), before.stat().st_ino
+    grid.points = [point("rope"), point("none", seeds=(0, 1))]
+    assert grid.launch(force=True) == 0
+    assert [each["arm"] for each in grid.events("start")] == ["rope", "none"]
+    assert f"{grid.run('rope').path}: kept as seed_0.replaced-1" in capsys.readouterr().out
+    aside = grid.run("rope").path.with_name("seed_0.replaced-1") / "result.json"
+    assert (aside.read_bytes(), aside.stat().st_ino) == kept and before.stat().st_ino != kept[1]
+    names = [run.path.name for run in record.find(grid.workdir)]
+    assert sorted(names) == ["seed_0"] * 4 + ["seed_1"]
+    assert grid.launch(force=True) == 0 and before.parent.with_name("seed_0.replaced-2").exists()
+
+
+def test_force_refuses_what_is_running_before_it_moves_anything(grid):
+    grid.quick().launch()
+    with OtherProcess() as other:
+        other("take", grid.run("t5").path / "attempts")
+        with pytest.raises(HeldError, match=f"t5.*seed_0: cannot be replaced while it runs in process {other.pid}"):
+            grid.launch(force=True)
+    assert not list(grid.workdir.glob("*/*replaced*")) and grid.events("start") == []
+
+
+def test_an_index_is_one_point_and_must_exist(grid):
+    assert [launch.at(grid.points, index)[0].arm for index in (0, 3)] == ["none", "t5"]
+    for index in (-1, 4):
+        with pytest.raises(ValueError, match=rf"--index {index}: 4 points are selected, 0 to 3"):
+            launch.at(grid.points, index)
 
 
 # Before anything starts
@@ -205,14 +483,21 @@ def test_data_and_lengths_are_checked_before_a_directory_exists(tmp_path, monkey
             raise FileNotFoundError("data.text.validation: no file matches")
         return SimpleNamespace(digest=f"digest of {data.source}")
 
+    def check(experiment):
+        load(experiment.data, experiment.eval.split)
+        scored.append((experiment.arm, experiment.eval.lengths))
+
     monkeypatch.setattr(pe_ablation, "data", SimpleNamespace(load=load), raising=False)
-    evaluate = SimpleNamespace(check=lambda experiment: scored.append(experiment.arm))
-    monkeypatch.setattr(pe_ablation, "evaluate", evaluate, raising=False)
-    points = [point("none", seeds=(0, 1)), point("rope"), point("t5", data={"source": "text"})]
+    monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(check=check), raising=False)
+    long = (64, 512)
+    points = [point("none", seeds=(0, 1)), point("rope"), point("rope", eval={"lengths": long})]
     with pytest.raises(FileNotFoundError, match=r"data\.text\.validation"):
-        launch.launch(points, tmp_path / "work", None)
-    assert loaded == [("sotu", "train"), ("sotu", "validation"), ("text", "train"), ("text", "validation")]
-    assert scored == ["none", "rope"] and not (tmp_path / "work").exists()
+        # Were it not refused, the command would fail at once instead of training.
+        launch.launch([*points, point("t5", data={"source": "text"})], tmp_path / "work", None, command=("false",))
+    sotu = [("sotu", "train"), *[("sotu", "validation")] * 2]
+    assert loaded == [*sotu, ("text", "train"), ("text", "validation")]  # each question once
+    assert [each for each in scored if each[1] == long] == [("rope", long)] and len(scored) == 2
+    assert not (tmp_path / "work").exists()
     digests = launch.check(points[:2])
     [first, _] = launch.plan(points[:2], tmp_path / "work", "configs/x.py", digests)
     assert first.runs[1].config["data_digest"] == "digest of sotu" and first.runs[1].config["source"] == "configs/x.py"
@@ -344,17 +629,89 @@ def test_an_interruption_is_recorded_and_goes_on(planned, monkeypatch):
     assert [run.status() for run in planned] == [("done", ""), ("failed", "interrupted")]
 
 
-def test_a_point_is_given_back_if_one_of_its_seeds_is_held_elsewhere(planned, monkeypatch):
-    owner = record._this_process() | {"host": "elsewhere"}
-    (planned[1].path / "running.json").write_text(record.dumps(owner))
-    pretend(monkeypatch, lambda experiments, run_dirs: pytest.fail("trained"))
-    with pytest.raises(RecordError, match="already running"):
-        launch.run_point([run.path for run in planned])
-    assert [run.status()[0] for run in planned] == ["failed", "running"]
+def test_seeds_that_are_held_elsewhere_are_left_and_the_others_trained(here, capsys):
+    [plan] = launch.plan([point("none", seeds=(0, 1))], here.workdir, None, {})
+    with OtherProcess() as other:
+        other("take", plan.runs[1].path / "attempts")
+        assert launch.run_point([run.path for run in plan.runs]) == 1
+        assert here.trained == [[0]] and [run.status()[0] for run in plan.runs] == ["done", "running"]
+        assert f"already running in process {other.pid}; left to it" in capsys.readouterr().err
+        with pytest.raises(HeldError, match="already running"):
+            launch.run_point([plan.runs[1].path])
+
+
+def committed(run, *steps):
+    for step in steps:
+        folder = run.path / "checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        (folder / "_CHECKPOINT_METADATA").touch()
+
+
+def test_seeds_train_together_where_they_can_go_on_together(here):
+    """A fresh seed doesn't send a half-trained one back to the start; seeds broken off in a save share a step."""
+    [plan] = launch.plan([point("none", seeds=range(5))], here.workdir, None, {})
+    committed(plan.runs[0], 8, 16)
+    committed(plan.runs[2], 8)
+    committed(plan.runs[4], 24, 32)
+    assert launch.run_point([run.path for run in plan.runs]) == 0
+    assert here.trained == [[0, 2], [1, 3], [4]]
+
+
+def test_one_group_that_fails_does_not_stop_the_others(here, monkeypatch):
+    [plan] = launch.plan([point("none", seeds=(0, 1))], here.workdir, None, {})
+    committed(plan.runs[0], 8)
+
+    def fit_seeds(experiments, run_dirs):
+        if experiments[0].seed == 0:
+            raise RuntimeError("no luck")
+        return [{"status": "ok"}]
+
+    pretend(monkeypatch, fit_seeds)
+    assert launch.run_point([run.path for run in plan.runs]) == 1
+    assert [run.status() for run in plan.runs] == [("failed", "RuntimeError: no luck"), ("done", "")]
+
+
+@pytest.mark.parametrize("moment", ["before", "scoring"])
+def test_a_signal_stops_a_point_and_is_no_failure(planned, monkeypatch, moment):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def evaluate_run(run_dir):
+        if run_dir.name == "seed_1" and moment == "scoring":
+            os.kill(os.getpid(), signal.SIGTERM)
+            launch.stopping.check("trained; 3 cells scored")
+
+    def fit_seeds(experiments, run_dirs):
+        if moment == "before":
+            os.kill(os.getpid(), signal.SIGTERM)
+            launch.stopping.check("trained to step 0")
+        return [{"status": "ok"}] * 2
+
+    pretend(monkeypatch, fit_seeds, evaluate_run)
+    assert launch.run_point([run.path for run in planned]) == launch.RESUMABLE
+    assert planned[1].status()[0] == "stopped" and planned[1].status()[1].endswith(", then SIGTERM")
+    assert planned[0].status()[0] == ("stopped" if moment == "before" else "done")
+    assert signal.getsignal(signal.SIGTERM) == before and not launch.stopping.requested()
+    pretend(monkeypatch, lambda experiments, run_dirs: [{"status": "ok"} for _ in experiments])
+    assert launch.run_point([run.path for run in planned]) == 0
+
+
+def test_a_point_that_was_taken_over_leaves_the_record_to_its_new_owner(planned, monkeypatch, capsys):
+    with OtherProcess() as other:
+
+        def fit_seeds(experiments, run_dirs):
+            hour_ago = time.time() - 3600
+            os.utime(planned[0].path / "attempts/1.json", (hour_ago, hour_ago))
+            assert other("take", planned[0].path / "attempts") == "taken"
+            return [{"status": "late"}] * 2
+
+        pretend(monkeypatch, fit_seeds)
+        assert launch.run_point([run.path for run in planned]) == 1
+        assert planned[0].status() == ("running", f"process {other.pid}") and planned[0].result() is None
+        assert planned[1].status()[0] == "done" and "taken over by process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("code", "text"), [(-11, "killed by signal 11 (SIGSEGV)"), (1, "exit code 1"), (-9, "possibly out of memory")]
 )
 def test_ends_are_described(code, text):
-    assert text in launch._describe(code)
+    assert text in workers.describe(code)

@@ -1,15 +1,15 @@
 import json
 import math
 import os
-import subprocess
-import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from other_process import OtherProcess
 
-from pe_ablation import atomic, config, record
-from pe_ablation.record import RecordError, Run
+from pe_ablation import atomic, config, lease, record
+from pe_ablation.record import HeldError, RecordError, Run
 
 EXPERIMENT = config.read({"encoding": {"name": "rope", "options": {"base": 500.0}}, "seed": 3})
 EXPERIMENT_DICT = config.to_dict(EXPERIMENT)
@@ -27,13 +27,6 @@ def strict(text):
 @pytest.fixture
 def run(tmp_path):
     return Run.plan(tmp_path / "point" / "seed_3", EXPERIMENT, "configs/x.py:quick", "d1")
-
-
-def other_process():
-    """A live process that isn't this one, and what it would write into running.json."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = record._start_of(process.pid)
-    return process, {"pid": process.pid, "host": record._this_process()["host"], "started": started}
 
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, jnp.float32, lambda x: jnp.asarray(x, jnp.bfloat16)])
@@ -148,35 +141,90 @@ def test_every_truncation_of_a_result_counts_as_not_done(run):
 
 
 def test_a_run_of_another_process_is_not_started_here(run):
-    process, owner = other_process()
-    (run.path / "running.json").write_text(record.dumps(owner))
-    assert run.status() == ("running", f"process {process.pid}")
-    with pytest.raises(RecordError, match=f"already running in process {process.pid}"):
+    with OtherProcess() as other:
+        other("take", run.path / "attempts")
+        assert run.status() == ("running", f"process {other.pid}")
+        with pytest.raises(HeldError, match=f"already running in process {other.pid}"):
+            run.start()
+        other.kill(reap=False)
+        assert run.status() == ("failed", f"process {other.pid} ended without a result")
         run.start()
-    process.kill()
-    # Not yet reaped: a zombie still has its pid and start time, but trains nothing.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert run.status() == ("failed", f"process {process.pid} ended without a result")
+        assert run.status() == ("running", f"process {os.getpid()}") and run.attempts() == 2
+
+
+def test_a_stopped_run_is_not_failed_and_starts_again(run):
     run.start()
-    assert run.status() == ("running", f"process {os.getpid()}")
-    process.communicate()
-
-
-def test_a_recycled_pid_is_not_running(run):
-    process, owner = other_process()
-    (run.path / "running.json").write_text(record.dumps(owner | {"started": "earlier"}))
-    assert run.status()[0] == "failed"
+    run.stop("trained to step 3, then SIGTERM")
+    assert run.status() == ("stopped", "trained to step 3, then SIGTERM")
     run.start()
-    process.communicate(b"\n")
+    run.finish({"status": "ok"})
+    assert run.status() == ("done", "")
 
 
-def test_a_run_of_another_machine_counts_as_running(run):
-    owner = record._this_process() | {"host": "elsewhere", "pid": 1}
-    (run.path / "running.json").write_text(record.dumps(owner))
-    state, reason = run.status()
-    assert state == "running" and "elsewhere" in reason and "remove running.json" in reason
-    with pytest.raises(RecordError, match="elsewhere"):
+WRITES = {
+    "append": lambda run: run.append("metrics", [{"step": 3}]),
+    "truncate": lambda run: run.truncate("metrics", 0),
+    "save_cell": lambda run: run.save_cell({"key": "a"}, {}),
+    "finish": lambda run: run.finish({"status": "late"}),
+    "fail": lambda run: run.fail("late"),
+    "stop": lambda run: run.stop("late"),
+    "close": lambda run: run.close("failed", "late"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("finished", [False, True], ids=["running", "finished"])
+def test_a_process_that_was_taken_over_writes_nothing(run, write, finished):
+    """It slept past STALE; another one took the run, and may have brought it to its end."""
+    run.start()
+    run.append("metrics", [{"step": 1}])
+    hour_ago = time.time() - 3600
+    os.utime(run.path / "attempts/1.json", (hour_ago, hour_ago))
+    with OtherProcess() as other:
+        assert other("take", run.path / "attempts") == "taken"
+        if finished:
+            other("release", run.path / "attempts", "done")
+        before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+        for _ in range(2):
+            with pytest.raises(HeldError, match=f"taken over by process {other.pid}, because .* no sign of life"):
+                WRITES[write](run)
+        assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    lease.forget(run.path / "attempts")
+
+
+def test_only_what_the_heartbeat_noticed_counts_without_a_look(run):
+    run.start()
+    lease.reserve(run.path / "other", 1)
+    (run.path / "attempts/2.json").write_text((run.path / "other/1.json").read_text())
+    run.check_held(look=False)
+    mine = lease.held(run.path / "attempts")
+    assert mine is not None
+    mine.touch()
+    with pytest.raises(HeldError, match="taken over by process"):
+        run.check_held(look=False)
+
+
+def test_what_is_set_aside_is_kept_and_is_no_run(run):
+    assert run.set_aside() is None  # a plan alone is nothing to keep
+    for number in (1, 2):
         run.start()
+        run.append("metrics", [{"step": number}])
+        run.finish({"status": f"ok {number}"})
+        kept = run.set_aside()
+        assert kept == run.path.with_name(f"seed_3.replaced-{number}") and not run.path.exists()
+        assert Run(kept).result() == {"status": f"ok {number}"} and Run(kept).status() == ("done", "")
+        run = Run.plan(run.path, EXPERIMENT, None)
+        assert run.status() == ("missing", "") and run.attempts() == 0
+        assert [each.path for each in record.find(run.path.parent.parent)] == [run.path]
+    assert record.find(run.path.with_name("seed_3.replaced-1"))[0].result() == {"status": "ok 1"}
+
+
+def test_a_running_run_is_not_set_aside(run):
+    with OtherProcess() as other:
+        other("take", run.path / "attempts")
+        with pytest.raises(HeldError, match="just claimed"):
+            run.set_aside()
+    assert run.path.exists()
 
 
 def test_an_unplanned_directory_cannot_start(tmp_path):

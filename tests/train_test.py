@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import subprocess
 from typing import Any
 
 import jax
@@ -15,9 +14,10 @@ import optax
 import pytest
 import tiny_runs
 from flax import nnx
+from other_process import OtherProcess
 from tiny_runs import STEPS, differing, saved
 
-from pe_ablation import config, data, record, train
+from pe_ablation import config, data, train
 from pe_ablation.checkpoint import Checkpoints, named
 from pe_ablation.config import ConfigError
 from pe_ablation.model import GPT
@@ -468,15 +468,11 @@ def test_a_corpus_shorter_than_a_block_is_refused_and_recorded(folder, tmp_path)
 
 def test_a_run_held_by_a_live_process_is_refused(folder, tmp_path, fit_quickly):
     (path,) = tiny_runs.plan(tmp_path, [tiny_runs.experiment(folder)])
-    with subprocess.Popen(["sleep", "60"]) as other:
-        try:
-            owner = {**record._this_process(), "pid": other.pid, "started": record._start_of(other.pid)}
-            (path / "running.json").write_text(record.dumps(owner))
-            with pytest.raises(RecordError, match=f"already running in process {other.pid}"):
-                fit_quickly(tiny_runs.experiment(folder), path)
-            assert Run(path).status()[0] == "running" and not (path / "metrics.jsonl").exists()
-        finally:
-            other.kill()
+    with OtherProcess() as other:
+        other("take", path / "attempts")
+        with pytest.raises(RecordError, match=f"already running in process {other.pid}"):
+            fit_quickly(tiny_runs.experiment(folder), path)
+        assert Run(path).status()[0] == "running" and not (path / "metrics.jsonl").exists()
 
 
 def test_fit_reads_what_a_config_file_gives(tmp_path, monkeypatch):
