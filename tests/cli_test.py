@@ -289,7 +289,7 @@ def test_launch_with_a_choice_trains_in_two_stages(study, monkeypatch, capsys):
 
     monkeypatch.setattr(tuning, "launch_selected", pretend)
     assert cli.main(["launch", "--config", "study.py", "--select", "lr"]) == 0
-    assert asked == [(2, {"field": "train.learning_rate", "seed": None})]
+    assert asked == [(2, {"field": "train.learning_rate", "seed": None, "workers": 1, "force": False})]
     assert capsys.readouterr().out.endswith("\npe-ablation report runs/study --select lr\n")
     assert "single value of train.learning_rate" in refused(
         capsys, "launch", "--config", "study.py", "--select", "lr", "--dry_run"
