@@ -20,14 +20,14 @@ for each arm and length with one other seed.
     pe-ablation launch --config configs/extrapolation.py:cpu --select lr --workers 2
     pe-ablation report runs/extrapolation-cpu --select lr
 
-Sweeps: the plain one is the whole study of a size; `arms` has the nine arms, `seeds` three seeds (`--sweep arms,seeds`:
-the product). The second arms are `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M)) and `t5_2x` (buckets to twice
-the training length, the last of which never train).
+Sweeps: the plain one is the whole study of a size; `arms` has the nine arms, `rates` the learning rates, `seeds` three
+seeds (`--sweep arms,seeds`: the product). The second arms are `sinusoidal_vaswani` (scale 1, embeddings times sqrt(M))
+and `t5_2x` (buckets to twice the training length, the last of which never train).
 """
 
-import itertools
-
 import ml_collections
+
+from pe_ablation.sweep import chain, param, prod
 
 # Token embeddings start at a deviation of 0.02; a sinusoid of this amplitude has the same root mean square.
 MATCHED_SCALE = 0.02 * 2**0.5
@@ -97,31 +97,32 @@ def seven(scale: float, length: int) -> list[dict]:
     ]
 
 
-def second(length: int) -> list[dict]:
-    """The second arms: the sinusoid as Vaswani et al. enter it, and T5 with buckets that never train."""
-    return [
-        arm("sinusoidal", "sinusoidal_vaswani", embed_scale="sqrt_d", scale=1.0),
-        arm("t5", "t5_2x", max_distance=2 * length),
-    ]
+def nine(scale: float, length: int) -> list[dict]:
+    """The seven and the second arms: the sinusoid as Vaswani et al. enter it, and T5 with buckets that never train."""
+    vaswani = arm("sinusoidal", "sinusoidal_vaswani", embed_scale="sqrt_d", scale=1.0)
+    return [*seven(scale, length), vaswani, arm("t5", "t5_2x", max_distance=2 * length)]
 
 
 def sweep(arg: str = "quick"):
     """The whole study of a size: every arm at every training length, rate and seed; `quick` has the seven at one."""
     chosen = size(arg)
-    for length in chosen["lengths"]:
-        arms = seven(chosen["scale"], length) + ([] if arg == "quick" else second(length))
-        for overlay, rate, seed in itertools.product(arms, chosen["rates"], chosen["seeds"]):
-            yield {**overlay, "train.length": length, "train.learning_rate": rate, "seed": seed}
+    arms = seven if arg == "quick" else nine
+    at_lengths = [prod(param("train.length", [length]), arms(chosen["scale"], length)) for length in chosen["lengths"]]
+    return prod(chain(*at_lengths), sweep_rates(arg), param("seed", chosen["seeds"]))
 
 
 def sweep_arms(arg: str = "quick"):
     """All nine arms at the longest training length of a size."""
     chosen = size(arg)
-    length = max(chosen["lengths"])
-    return seven(chosen["scale"], length) + second(length)
+    return nine(chosen["scale"], max(chosen["lengths"]))
+
+
+def sweep_rates(arg: str = "quick"):
+    """The learning rates of a size."""
+    return param("train.learning_rate", size(arg)["rates"])
 
 
 def sweep_seeds(arg: str = "quick"):
     """Three seeds."""
     del arg
-    return [{"seed": seed} for seed in range(3)]
+    return param("seed", range(3))
