@@ -1,5 +1,6 @@
 """A user's own text: which bytes become which documents of which split, and what is refused."""
 
+import json
 import os
 
 import numpy as np
@@ -144,6 +145,81 @@ def test_refused(folder, case):
         data.load(DataConfig(source="text", text=TextConfig(**fields), cache_dir="cache"), "train")
     assert all(words in str(refusal.value) for words in expected), str(refusal.value)
     assert not (folder / "cache").exists()
+
+
+# JSON lines
+
+
+def lines(*rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def test_a_line_is_a_document(folder):
+    rows = [{"text": "one\u2028\u2029\x85two"}, {"id": 3, "text": "naïve 日本語 😀\r\n"}, {"text": "\0 <|endoftext|>"}]
+    write(folder, **{"t__b.jsonl": lines(*rows), "t__a.jsonl": b'{"text":"first"}'})
+    assert documents(train="t", field="text") == [
+        ("a.jsonl:1", b"first"), *((f"b.jsonl:{at}", row["text"].encode()) for at, row in enumerate(rows, 1)),
+    ]  # fmt: skip
+
+
+def test_escapes_become_utf_8_and_both_halves_of_a_pair_one_character(folder):
+    write(folder, x=rb'{"text": "\u00e9\ud83d\ude00\n\"\/\u0000"}')
+    assert documents(train="x", field="text") == [("x:1", 'é😀\n"/\0'.encode())]
+
+
+def test_lines_and_documents_without_text_are_left_out_and_lines_counted(folder):
+    write(folder, x=b'{"text": ""}\r\n\n{"text": " \\n"}\n  \n{"text": "e"}\r\n\n')
+    assert documents(train="x", field="text") == [("x:5", b"e")]
+
+
+def test_one_file_of_json_lines_is_dealt_by_index(folder):
+    write(folder, **{"x.jsonl": lines(*({"text": str(index)} for index in range(20)))})
+    dealt = {s: [int(c) for _, c in documents(s, file="x.jsonl", field="text")] for s in SPLITS}
+    assert (dealt["validation"], dealt["test"], len(dealt["train"])) == ([4, 14], [9, 19], 16)
+    write(folder, **{"y.jsonl": lines({"text": "alone"})})
+    with pytest.raises(ConfigError, match=r"data\.text\.file: 'y\.jsonl' has 1 documents under 'text', none for test"):
+        documents("test", file="y.jsonl", field="text")
+
+
+BROKEN = {
+    "half a line": (b'{"text": "b', "not JSON: Unterminated string starting at at character 9 of the line"),
+    "two objects": (b'{"text": "b"} {"text": "c"}', "not JSON: Extra data at character 14"),
+    "single quotes": (b"{'text': 'b'}", "not JSON: Expecting property name"),
+    "no object": (b'["b"]', "expected an object, got list"),
+    "no field": (b'{"Text": "b", "id": 1}', "no field 'text' (did you mean Text?); there: 'Text', 'id'"),
+    "nothing": (b"{}", "no field 'text'; there: none"),
+    "a number": (b'{"text": 3}', "'text' is no text but int"),
+    "null": (b'{"text": null}', "'text' is no text but NoneType"),
+    "NaN": (b'{"text": "b", "x": NaN}', "not JSON: NaN"),
+    "not UTF-8": (b'{"text": "b\xc9"}', "not UTF-8 at byte 11 of the line"),
+    "half of a pair": (rb'{"text": "b\ud83d c"}', "'text' has half of a surrogate pair at character 1"),
+    "control character": (b'{"text": "b\tc"}', "not JSON: Invalid control character at"),
+    "deep": (b'{"text": "b", "x": ' + b"[" * 200_000, "nested too deeply"),
+    "mark": (b'\xef\xbb\xbf{"text": "b"}', "not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_line_is_refused_with_file_and_number(folder, case):
+    line, expected = BROKEN[case]
+    write(folder, **{"t__a.jsonl": b'{"text": "a"}\n\n' + line + b"\n"})
+    with pytest.raises(ConfigError) as refusal:
+        documents(train="t/*.jsonl", field="text")
+    assert str(refusal.value).startswith("data.text.train: a.jsonl:3: ")
+    assert expected in str(refusal.value)
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({"train": "x", "field": "text", "separator": "\n"}, "data.text.field: given with data.text.separator"),
+    ({"file": "x", "field": "text", "train_bytes": (0, 5)}, "data.text.field: given with data.text.train_bytes"),
+    ({"train": "y.jsonl"}, "data.text.train: 'y.jsonl' is JSON lines; name the field"),
+    ({"train": "blank", "field": "text"}, "data.text.train: 'blank' is empty: nothing under 'text'"),
+])  # fmt: skip
+def test_json_lines_that_cannot_be_read_as_asked_are_refused(folder, fields, expected):
+    write(folder, **{"x": b'{"text": "a"}', "y.jsonl": b'{"text": "a"}', "blank": b'{"text": ""}'})
+    with pytest.raises(ConfigError) as refusal:
+        documents(**fields)
+    assert str(refusal.value).startswith(expected)
 
 
 def test_too_few_documents_to_deal(folder):

@@ -6,9 +6,11 @@ space before it, a number, signs, white space; bytes past ASCII are letters, so 
 text gives the same merges, however many threads there are.
 """
 
+import functools
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from pe_ablation.data.subwords import SubwordTokenizer, Vocabulary, pieces
 FORMAT = 1
 SPECIAL = 2
 SEEN = 2  # a pair that is there once is no pattern
+CACHED = 1 << 18  # words whose ids are kept: most of a text is words seen before, and asking the library costs more
 _SPACE, _LETTER = r" \t\n\r\u000b\u000c", r"A-Za-z\u0080-\u00ff"
 PATTERN = (
     rf"'(?:[sdmt]|ll|ve|re)| ?[{_LETTER}]+| ?[0-9]+| ?[^{_SPACE}{_LETTER}0-9]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
@@ -52,10 +55,10 @@ def tokenizer(
 
 def learn(documents: Iterable[Document], vocab_size: int) -> dict[str, list]:
     """{"entries": Latin-1 text by id, "merges": pairs of such text}. Raises ConfigError where there are too few."""
-    from tokenizers import Tokenizer, models, trainers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     model: Any = Tokenizer(models.BPE())
-    model.pre_tokenizer = _pre_tokenizer()
+    model.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - SPECIAL, min_frequency=SEEN, show_progress=False,
         initial_alphabet=[chr(byte) for byte in range(256)],
@@ -72,23 +75,21 @@ def learn(documents: Iterable[Document], vocab_size: int) -> dict[str, list]:
     return {"entries": entries, "merges": found["merges"]}
 
 
-def _pre_tokenizer() -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    return pre_tokenizers.Split(Regex(PATTERN), "isolated")
-
-
 def _vocabulary(learned: dict[str, list]) -> Vocabulary:
     from tokenizers import Tokenizer, models
 
     ids = {entry: at for at, entry in enumerate(learned["entries"])}
     model: Any = Tokenizer(models.BPE(vocab=ids, merges=[tuple(pair) for pair in learned["merges"]]))
-    model.pre_tokenizer = _pre_tokenizer()
-    return Vocabulary(
-        tuple(entry.encode("latin-1") for entry in ids),
-        lambda content: model.encode(content.decode("latin-1"), add_special_tokens=False).ids,
-        _digest(learned),
-    )
+    part = re.compile(PATTERN)
+
+    @functools.lru_cache(maxsize=CACHED)
+    def encoded(word: str) -> list[int]:
+        return model.encode(word, add_special_tokens=False).ids
+
+    def encode(content: bytes) -> list[int]:
+        return [each for word in part.findall(content.decode("latin-1")) for each in encoded(word)]
+
+    return Vocabulary(tuple(entry.encode("latin-1") for entry in ids), encode, _digest(learned))
 
 
 def _digest(learned: dict[str, list]) -> str:

@@ -25,7 +25,7 @@ from pe_ablation.data.documents import SPLITS, Corpus, Document, Split
 _NAME = re.compile(r"(?P<name>[a-z]\w*)(/(?P<config>[\w+.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 _SAMPLE = 1 << 16  # bytes at both ends of a file that stand for its content
-_INSTEAD = "or set data.source to 'text' and data.text.train, data.text.validation to your own files"
+_INSTEAD = "set data.source to 'text' and data.text.train, data.text.validation to your own files"
 
 
 def corpus(config: TfdsConfig, split: Split) -> Corpus:
@@ -101,10 +101,11 @@ def _unprepared(given: str, name: str, chosen: str | None, root: Path) -> str:
     known = _catalogue()
     if known and name not in known:
         close = near(name, [*here, *known])
-        return f"data.tfds.name: {given!r} is no dataset of tensorflow-datasets{close}, nor is it in {root}; {_INSTEAD}"
+        unknown = f"{given!r} is no dataset of tensorflow-datasets{close}, nor is it in {root}"
+        return f"data.tfds.name: {unknown}; take another, or {_INSTEAD}"
     return (
         f"data.tfds.name: {given!r} is not prepared in {root} (there: {', '.join(here) or 'none'}; data.tfds.data_dir, "
-        f"else TFDS_DATA_DIR, names the folder). {_preparing(given)}; {_INSTEAD}"
+        f"else TFDS_DATA_DIR, names the folder). {_preparing(given)}; or {_INSTEAD}"
     )
 
 
@@ -134,18 +135,18 @@ def _catalogue() -> list[str]:
 def _builder(folder: Path) -> Any:
     """The dataset of a folder, without the code that prepared it."""
     about = json.loads((folder / "dataset_info.json").read_bytes())
-    formats = [about.get("fileFormat", "tfrecord"), *about.get("alternativeFileFormats", ())]
-    if "array_record" not in formats:
+    kind = about.get("fileFormat", "tfrecord")
+    if kind != "array_record":
         raise ConfigError(
-            f"data.tfds.name: {folder} is prepared as {', '.join(formats)}; array_record alone can be read without "
-            f"TensorFlow. {_preparing(_full_name(about))}; {_INSTEAD}"
+            f"data.tfds.name: {folder} is prepared as {kind}; array_record alone can be read without "
+            f"TensorFlow. {_preparing(_full_name(about))}; or {_INSTEAD}"
         )
     import tensorflow_datasets as tfds  # half a second
 
     try:
-        return tfds.builder_from_directory(folder, file_format="array_record")
+        return tfds.builder_from_directory(folder)
     except Exception as error:
-        raise ConfigError(f"data.tfds.name: {folder} cannot be read: {_first_line(error)}; {_INSTEAD}") from error
+        raise ConfigError(f"data.tfds.name: {folder} cannot be read: {_first_line(error)}; or {_INSTEAD}") from error
 
 
 def _full_name(about: dict[str, Any]) -> str:
@@ -206,7 +207,7 @@ def _check_text(builder: Any, field: str) -> None:
         problem = "is not text" if field in features else f"is not there{near(field, texts)}"
         raise ConfigError(
             f"data.tfds.text_field: {field!r} {problem}; {builder.info.full_name} has as text "
-            f"{', '.join(texts) or 'nothing'}"
+            f"{', '.join(sorted(texts)) or 'nothing'}"
         )
 
 
