@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
+from other_process import OtherProcess
 from tiny_runs import EPOCH, STEPS, differing, saved
 
-from pe_ablation import train
+from pe_ablation import lease, stopping, train
 from pe_ablation.checkpoint import Checkpoints
-from pe_ablation.record import Run
+from pe_ablation.record import HeldError, Run
 
 # Trains both seeds and kills itself: in the middle of stepping, or right after the first seed's save of a step began.
 CHILD = """
@@ -149,6 +151,76 @@ def test_seeds_resume_from_the_newest_step_that_all_have(folder, reference, tmp_
     resumed = tiny_runs.fit(pair(folder), paths)
     assert resumed.start == 4
     assert_equal_ends(paths, reference[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_checkpoints_the_step_under_way_and_stops(folder, reference, tmp_path, number):
+    """Between two regular checkpoints; what it leaves is committed, and what goes on from it is the same to the bit."""
+    experiments = pair(folder, checkpoint_every=5)
+    paths = tiny_runs.plan(tmp_path, experiments)
+    with stopping.noted(again=False):
+        with pytest.raises(stopping.Stopped, match=rf"^trained to step 8, then {number.name}$"):
+            tiny_runs.fit(experiments, paths, stop_at=7, stop=lambda _: os.kill(os.getpid(), number))
+        with pytest.raises(stopping.Stopped, match="trained to step 8"):
+            tiny_runs.fit(experiments, paths)  # still asked to stop: nothing is trained
+    for path in paths:
+        with Checkpoints(path / "checkpoints") as checkpoints:
+            assert checkpoints.steps() == [5, 8]
+        assert [row["step"] for row in Run(path).rows("metrics")] == list(range(1, 9))
+    resumed = tiny_runs.fit(pair(folder), paths)
+    assert resumed.start == 8
+    assert_equal_ends(paths, reference[0])
+
+
+def test_a_signal_in_the_last_step_changes_nothing(folder, reference, tmp_path):
+    paths = tiny_runs.plan(tmp_path, pair(folder))
+    with stopping.noted(again=False):
+        tiny_runs.fit(pair(folder), paths, stop_at=STEPS - 1, stop=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        assert stopping.requested()
+    assert_equal_ends(paths, reference[0])
+
+
+def test_a_run_that_was_taken_over_stops_without_a_trace(folder, tmp_path):
+    """This process slept; another one took the second seed. The heartbeat notices, and nothing more is written."""
+    experiments = pair(folder, checkpoint_every=5)
+    paths = tiny_runs.plan(tmp_path, experiments)
+    for path in paths:
+        Run(path).start()
+    with OtherProcess() as other:
+
+        def overslept(_):
+            hour_ago = time.time() - 3600
+            os.utime(paths[1] / "attempts/1.json", (hour_ago, hour_ago))
+            assert other("take", paths[1] / "attempts") == "taken"
+            lease.held(paths[1] / "attempts").touch()
+
+        with pytest.raises(HeldError, match=f"seed_1: taken over by process {other.pid}"):
+            tiny_runs.fit(experiments, paths, stop_at=7, stop=overslept)
+        assert [row["step"] for row in Run(paths[1]).rows("metrics")][-1] <= 7
+        with Checkpoints(paths[1] / "checkpoints") as checkpoints:
+            assert checkpoints.steps() == [5]
+    for path in paths:
+        lease.forget(path / "attempts")
+
+
+def test_a_checkpoint_is_not_saved_into_a_run_that_was_taken_over(folder, tmp_path):
+    """The same before the heartbeat had a chance: saving looks for itself."""
+    experiments = pair(folder, checkpoint_every=5, log_every=50)
+    paths = tiny_runs.plan(tmp_path, experiments)
+    Run(paths[1]).start()
+    with OtherProcess() as other:
+
+        def overslept(_):
+            hour_ago = time.time() - 3600
+            os.utime(paths[1] / "attempts/1.json", (hour_ago, hour_ago))
+            assert other("take", paths[1] / "attempts") == "taken"
+
+        with pytest.raises(HeldError, match=f"seed_1: taken over by process {other.pid}"):
+            tiny_runs.fit(experiments, paths, stop_at=7, stop=overslept)
+    for path in paths:
+        with Checkpoints(path / "checkpoints") as checkpoints:
+            assert checkpoints.steps() == [5]
+    lease.forget(paths[1] / "attempts")
 
 
 def test_no_seed_saves_while_an_older_save_of_another_is_under_way(folder, tmp_path, monkeypatch):
