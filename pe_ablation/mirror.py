@@ -79,8 +79,8 @@ def reported(runs_dir: str | Path, out_dir: str | Path) -> list[str]:
 
     Returns the command that uploads it, if it is kept offline.
     """
-    runs = record.find(runs_dir)
-    if _is_disabled(runs[0].experiment):
+    runs = _readable(runs_dir)
+    if not runs or _is_disabled(runs[0].experiment):
         return []
     begin = _begin_report(runs)
     _Process(_report(begin, Path(out_dir))).end(SECONDS_TO_END)
@@ -102,8 +102,8 @@ def tagged(points: Iterable[Point], names: Iterable[str]) -> list[Point]:
 
 def sync_commands(runs_dir: str | Path) -> list[str]:
     """The `wandb sync` lines that upload what is kept offline of the runs in `runs_dir` and was not uploaded."""
-    runs = record.find(runs_dir)
-    identities = {run.identity for run in runs if run.status()[1] != "config.json is unreadable"}
+    runs = _readable(runs_dir)
+    identities = {run.identity for run in runs}
     return _commands(path for root in dict.fromkeys(map(_root_of, runs)) for path in _offline(root, identities))
 
 
@@ -338,6 +338,16 @@ def _digest(value: Any) -> str:
 def _is_disabled(experiment: Experiment) -> bool:
     """Whether nothing is to be mirrored, so that no process is even started."""
     return (experiment.wandb.mode or os.environ.get("WANDB_MODE")) == "disabled"
+
+
+def _readable(runs_dir: str | Path) -> list[Run]:
+    """The runs whose config.json says what they are."""
+    runs = []
+    for run in record.find(runs_dir):
+        with contextlib.suppress(record.RecordError):
+            run.config  # noqa: B018
+            runs.append(run)
+    return runs
 
 
 def _is_planned(run_dir: Path) -> bool:

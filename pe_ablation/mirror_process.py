@@ -139,7 +139,8 @@ def _only_we_speak() -> Any:
 
 def main() -> int:
     """Obey the messages on stdin; a run that is open when they end was killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job; the input's end rules
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # schedulers send them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     say = _only_we_speak()
     try:
         import wandb

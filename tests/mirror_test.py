@@ -221,7 +221,7 @@ def test_rows_are_told_once_a_checkpoint_that_all_seeds_have_is_committed(tmp_pa
 
 def test_a_diverged_run_is_flagged_and_its_best_ignores_what_is_no_number(tmp_path):
     run = make_run(tmp_path)
-    train(run, 1, 4, lambda step: [2.0, 1.0, math.inf, math.nan][step - 1], diverged_at=4)
+    train(run, 1, 4, lambda step: [math.nan, 1.0, math.inf, 2.0][step - 1], diverged_at=4)
     score(run, status="diverged")
     run.finish({"status": "diverged"})
     messages = follow([run])
