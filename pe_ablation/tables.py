@@ -107,9 +107,8 @@ def summary(
     columns = [*POINT, "label", "eval_length", "seeds", "n", "mean", "sd", "low", "high", "status", "counts"]
     frame = pd.DataFrame(records).reindex(columns=columns)
     frame["label"] = [label(encoding, variant) for encoding, variant in zip(frame.encoding, frame.variant, strict=True)]
-    cells: list[Any] = list(frame.itertuples())
-    cells.sort(key=lambda cell: (*presentation(cell), cell.eval_length))
-    return frame.loc[[cell.Index for cell in cells]].reset_index(drop=True)
+    ordered = sorted(frame.itertuples(), key=lambda row: (*presentation(row), row.eval_length))
+    return frame.loc[[row.Index for row in ordered]].reset_index(drop=True)
 
 
 def table(
