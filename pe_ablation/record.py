@@ -341,7 +341,7 @@ class Run:
         path = self._cell(cell["key"])
         path = path.with_name(path.name + ".npz")
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:  # numpy leaves a torn one open
                 return {name: stored[name] for name in (stored.files if names is None else names)}
         except Exception as error:  # numpy and zipfile raise half a dozen types for a broken archive
             raise RecordError(f"{path}: no readable arrays ({error})") from error

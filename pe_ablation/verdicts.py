@@ -126,6 +126,8 @@ def statistics(
     choice: dict[str, Any] = {"metric": metric, **chosen._asdict()}
     points = _points(rows, Path(runs_dir), choice)
     _check_baseline(rows, points, baseline)
+    if lost := list(dict.fromkeys(cell.note for point in points for cell in point.cells.values() if cell.note)):
+        _log.warning("%d cells have no statistics; the first: %s", len(lost), lost[0])
     records = []
     for point in points:
         judged = [_judge(point, null, length, points, baseline, margin) for null, length in point.cells]
@@ -206,7 +208,6 @@ def _with_sums(row: dict[str, Any], group: Frame, read: Callable[[str, str], Any
         if not np.allclose(sample.values, group[metric].to_numpy(np.float64), rtol=1e-9, atol=0, equal_nan=True):
             raise record.RecordError(f"{group.run.iloc[0]}: the sums of {group.key.iloc[0]} do not give its numbers")
     except (record.RecordError, stats.UnpairedError) as error:
-        _log.warning("%s; no statistics for that cell", error)
         return _Cell(row, None, str(error))
     return _Cell(row, sample)
 

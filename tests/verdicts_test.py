@@ -298,6 +298,17 @@ def test_a_missing_seed_takes_the_numbers_and_every_verdict_that_needs_them(tmp_
     assert ("- (2/3)" in text) == (null == "none")
 
 
+def test_rows_without_a_null_are_judged_by_the_other_and_never_without_1x(tmp_path):
+    arm(tmp_path, values=(2.0, 1.98, 2.0), masked=(1.95, 2.1))
+    rows: Any = report.rows(tmp_path)
+    kept = verdicts.statistics(rows[rows.null != "window_mask"], tmp_path)
+    assert by_verdict(kept) == {8: "", 16: EXTRAPOLATES, 32: STABLE}
+    kept = verdicts.statistics(rows[(rows.null != "window_recompute") & (rows.eval_length != 8)], tmp_path)
+    assert by_verdict(kept) == {16: "missing", 32: "missing"}
+    kept = verdicts.statistics(rows[rows.null == "none"], tmp_path)
+    assert by_verdict(kept) == {8: "", 16: "missing", 32: "missing"}
+
+
 def test_statuses_pass_through(tmp_path):
     for name, status in (("learned", "n/a"), ("t5", "OOM")):
         run = plan(tmp_path, name)
