@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(run, what)
     what.add_argument("--point", nargs="+", metavar="DIR", help=argparse.SUPPRESS)
 
-    status = _command(commands, "status", _status, "list the runs that are done, running, failed (why) and missing")
+    status = _command(commands, "status", _status, "list the runs: done, running, stopped, failed (why), missing")
     status.add_argument("workdir", metavar="WORKDIR")
 
     evaluate = _command(commands, "evaluate", _evaluate, "score finished runs elsewhere; nothing is trained")

@@ -1,5 +1,6 @@
 """Child processes, several at once, each on its share of the machine: started, waited for, and stopped together."""
 
+import contextlib
 import os
 import queue
 import signal
@@ -35,8 +36,8 @@ class Workers:
         """
         share = self.free.pop(0)
         environment = {**KEEP_MEMORY, **os.environ, **share.environment, lease.VARIABLE: lease.OWNER}
-        with pinned(share), open(log or os.devnull, "ab") as file:
-            output = {"stdout": file, "stderr": subprocess.STDOUT} if log else {}
+        with pinned(share), contextlib.ExitStack() as files:
+            output = {"stdout": files.enter_context(log.open("ab")), "stderr": subprocess.STDOUT} if log else {}
             process = subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment, **output)
         self.running[process] = share
         threading.Thread(target=self._watch, args=(process,), daemon=True).start()
