@@ -20,7 +20,7 @@ EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
 }
 REPORT = {  # what `report` can narrow down
     "protocol": "one protocol: targets, blocks or sliding (default: all)",
-    "metric": "bits_per_byte, nats or perplexity (default: bits_per_byte)",
+    "metric": "bits_per_byte, nats, perplexity, ... (default: bits_per_byte)",
     "split": "validation or test (default: validation)",
 }
 SELECT = "choose the best value of a swept field (lr: train.learning_rate) per encoding and training length, at 1x"

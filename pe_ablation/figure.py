@@ -20,7 +20,7 @@ from pe_ablation.tables import DAGGER, ORDER, Frame, label, presentation, select
 # Okabe and Ito's colours (2008), told apart by the colour-blind; their yellow is too faint for a line on white.
 COLOURS = ("#4D4D4D", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#D55E00", "#56B4E9")
 MARKERS = ("o", "D", "*", "s", "^", "v", "P")
-SPARE_COLOURS = ("#8C6D1F", "#332288", "#882255", "#117733", "#999933", "#661100", "#6699CC")
+SPARE_COLOURS = ("#332288", "#882255", "#8C6D1F", "#117733", "#999933", "#661100", "#6699CC")
 SPARE_MARKERS = ("X", "p", "h", "<", ">", "d", "8")
 NULL_LINES = {"window_mask": (0, (4, 2)), "window_recompute": (0, (1, 1.6))}
 NULL_NAMES = {

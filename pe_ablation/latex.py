@@ -49,11 +49,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell of `tables.table`: "-" for missing and numbers without a finite value have signs of their own."""
-    escaped = escape(text)
-    for word, sign in WORDS.items():
-        escaped = re.sub(rf"(?<![\w.-]){word}(?![\w.-])", lambda _, sign=sign: sign, escaped)
-    return escaped
+    """A cell of `tables.table`, word by word: "-" for missing and what isn't finite have signs of their own."""
+    return re.sub(rf"[^ ,{DAGGER}]+|{DAGGER}", lambda word: WORDS.get(word[0]) or escape(word[0]), text)
 
 
 def _title(text: str) -> str:

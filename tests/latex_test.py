@@ -69,10 +69,19 @@ def test_numbers_that_are_none_and_daggers_have_signs(tmp_path):
     store(run, 16, math.nan)
     store(run, 32, 3.0)
     rows = read(tmp_path)
-    rows.loc[rows.eval_length == 32, "untrained"] = "True"
+    rows.loc[rows.eval_length != 16, "untrained"] = "True"
     comments, _, lines = parsed(to_latex(rows, protocol="targets"))
-    assert lines[1][3:] == [r"$\infty$", "NaN", r"3.000$^{\dagger}$"]
+    assert lines[1][3:] == [r"$\infty$$^{\dagger}$", "NaN", r"3.000$^{\dagger}$"]
     assert "no training gradient" in " ".join(comments)
+
+
+def test_signs_stand_for_whole_words(tmp_path):
+    finished(tmp_path, values=(-math.inf, 2.5, -1.0))
+    store(plan(tmp_path, "alibi"), 8, -1.5)
+    plan(tmp_path, "alibi", 1).finish({"status": "diverged"})
+    plan(tmp_path, "alibi", 2)
+    rows = parsed(to_latex(read(tmp_path), protocol="targets"))[2]
+    assert rows[1][3:] == [r"$-\infty$", "2.500", "-1.000"] and rows[2][3] == "diverged, -- (1/3)"
 
 
 def test_training_lengths_are_ruled_off(tmp_path):

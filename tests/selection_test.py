@@ -64,12 +64,15 @@ def test_the_lowest_bits_per_byte_of_other_seeds_is_chosen_per_arm_and_training_
 def test_only_the_training_length_on_validation_decides(tmp_path):
     """The value that is best at longer lengths, on the test split, under a null, or for the table's seeds loses."""
     grid_of(tmp_path)
-    tempting = finished(tmp_path, seed=GRID_SEED, values=(2.2, 0.1, 0.1), masked=(0.1, 0.1), overrides=at(1e-4))
+    tempting = alone(tmp_path, "rope", 1e-4, 2.2)
+    store(tempting, 16, 0.1)
     store(tempting, 8, 0.1, split="test")
     store(tempting, 8, 0.1, protocol="blocks")
-    finished(tmp_path, seed=0, values=(0.1, 0.1, 0.1), overrides=at(1e-4))
+    store(tempting, 8, 0.1, null="window_mask")
+    alone(tmp_path, "rope", 1e-4, 0.1, seed=0)
     finished(tmp_path, seed=0, overrides=at(MID))
-    assert chosen(choose(read(tmp_path), seeds=[GRID_SEED])) == {("rope", 8): (MID, "")}
+    choice = choose(read(tmp_path), seeds=[GRID_SEED])
+    assert chosen(choice) == {("rope", 8): (MID, "")} and choice.grid.bits_per_byte.tolist() == [2.2, 2.2, 2.0, 2.1]
 
 
 def test_a_mean_over_several_seeds_decides(tmp_path):
@@ -157,12 +160,16 @@ def test_arms_that_differ_in_another_field_are_chosen_for_apart(tmp_path):
 
 
 def test_seeds_at_every_value_are_the_grids_and_others_the_tables(tmp_path):
-    """A seed that was trained at two of the three values, after a choice that changed, stays in the table."""
+    """A seed that was trained at two of the three values, after a choice that changed, stays in the table.
+
+    So do those of an arm without a grid, which has no choice.
+    """
     grid_of(tmp_path)
+    finished(tmp_path, "alibi", 0, overrides=at(MID))
     finished(tmp_path, seed=0, overrides=at(MID))
     finished(tmp_path, seed=0, overrides=at(LOW))
     choice = choose(read(tmp_path))
-    assert choice.seeds == (GRID_SEED,) and set(choice.rows.seed) == {0}
+    assert choice.seeds == (GRID_SEED,) and set(choice.rows.seed) == {0} and set(choice.rows.encoding) == {"rope"}
 
 
 def test_a_grid_of_all_seeds_needs_one_named(tmp_path):
