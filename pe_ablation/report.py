@@ -145,16 +145,20 @@ def _csv(frame: pd.DataFrame) -> bytes:
 
 
 def read_csv(path: str | os.PathLike[str]) -> pd.DataFrame:
-    """`rows` as `write` stored them, equal to the last bit; "n/a" and "none" stay text."""
+    """`rows` as `write` stored them, equal to the last bit; "n/a" and "none" stay text.
+
+    Columns that are younger than the file are there, without values.
+    """
     floats = [name for name, kind in COLUMNS.items() if kind == "float64"]
     counts = [name for name, kind in COLUMNS.items() if kind == "Int64"]
-    return pd.read_csv(
+    frame = pd.read_csv(
         path,
         dtype={name: kind for name, kind in COLUMNS.items() if name not in floats},
         converters={name: float for name in floats},  # pandas' own reader may be off by the last bit
         keep_default_na=False,
         na_values={name: ["NaN"] for name in counts},
     )
+    return frame.reindex(columns=list(COLUMNS)).astype(COLUMNS)
 
 
 def _find(root: Path) -> list[record.Run]:

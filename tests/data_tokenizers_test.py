@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os

@@ -468,3 +468,28 @@ def test_rows_on_unequal_terms_are_called_so(tmp_path):
 def test_a_sweep_without_any_result_is_a_table_of_missing_cells(tmp_path):
     plan(tmp_path)
     assert (report.table(read(tmp_path)) == "-").to_numpy().all()
+
+
+def test_words_are_reported_and_cells_without_them_have_none(tmp_path):
+    """Runs that were scored before words were counted stay as they are."""
+    old = finished(tmp_path, "rope")
+    new = finished(tmp_path, "alibi")
+    for stored in new.cells():
+        new.save_cell(stored | {"words": 60, "word_perplexity": 16.0}, new.arrays(stored))
+    rows = read(tmp_path)
+    counted = rows[rows.encoding == "alibi"]
+    assert (counted.words == 60).all() and (counted.word_perplexity == 16.0).all()
+    assert rows[rows.encoding == "rope"][["words", "word_perplexity"]].isna().all(axis=None)
+    shown = report.table(rows, metric="word_perplexity")
+    assert (cell(shown, "alibi", 16), cell(shown, "rope", 16)) == ("16.00", "NaN")
+    assert "**Perplexity per word**" in report.to_markdown(rows, metric="word_perplexity")
+    assert "words" not in old.cells()[0]
+    report.write(tmp_path, tmp_path / "out")
+    pd.testing.assert_frame_equal(report.read_csv(tmp_path / "out" / "rows.csv"), rows)
+
+
+def test_rows_of_an_older_file_have_every_column(tmp_path):
+    finished(tmp_path)
+    rows = read(tmp_path)
+    rows.drop(columns=["words", "word_perplexity"]).to_csv(tmp_path / "old.csv", index=False, na_rep="NaN")
+    pd.testing.assert_frame_equal(report.read_csv(tmp_path / "old.csv"), rows)

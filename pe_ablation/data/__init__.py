@@ -2,7 +2,7 @@
 
 `load` gives a split as a `TokenFile`, `tokenizer` the ids that it is written in, `Batches` the endless, resumable
 stream of training windows. Text is read in binary and no byte is changed: line ends, byte order marks and invalid UTF-8
-stay as they are.
+stay as they are, whatever the tokenizer.
 """
 
 from pe_ablation.data.batches import Batches
