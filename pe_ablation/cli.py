@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. Heavy imports happen inside commands: help and typing errors are quick."""
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -292,6 +293,10 @@ def _encodings(args: argparse.Namespace) -> int:
 
 
 def _print(lines: Any) -> int:
-    for line in lines:
-        print(line)
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read has gone, as in `launch --list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

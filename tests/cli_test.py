@@ -36,6 +36,12 @@ finally:
 """
 
 
+LINES = """
+from pe_ablation import cli
+raise SystemExit(cli._print(range(10**5)))
+"""
+
+
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """A config file in a folder of its own, which is where commands run."""
@@ -161,6 +167,14 @@ def test_a_fault_inside_a_library_is_not_hidden_as_a_refusal(study, monkeypatch)
 def test_help_and_typing_errors_do_not_wait_for_jax():
     ran = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
     assert "--config FILE[:ARG]" in ran.stdout and ran.stdout.endswith("False\n")
+
+
+def test_who_reads_the_first_lines_only_ends_nothing_with_an_error():
+    with subprocess.Popen([sys.executable, "-c", LINES], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as printing:
+        assert printing.stdout is not None and printing.stderr is not None
+        assert printing.stdout.readline() == b"0\n"
+        printing.stdout.close()
+        assert printing.stderr.read() == b"" and printing.wait() == 0
 
 
 def test_a_dry_run_writes_nothing(study, monkeypatch, capsys):
