@@ -10,8 +10,8 @@ import numpy as np
 from pe_ablation.data.tokenizers import in_vocabulary, words_begun
 
 PIECE = 1 << 16  # bytes of text that are tokenized at once, or a little more: libraries need 100 bytes for each
-# White space alone between visible ASCII begins a token, in both BPEs: text may be cut there.
-_SEAM = re.compile(rb"(?<=[!-~])[ \n](?=[!-~])")
+# The last white space before visible ASCII begins a token, in both BPEs: text may be cut there.
+_SEAM = re.compile(rb"[ \n](?=[!-~])")
 
 
 class Vocabulary(NamedTuple):
