@@ -290,6 +290,16 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=dict))
 
 
+def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """An experiment as `to_dict` gave it once, with the defaults of the fields that are newer than that."""
+
+    def fill(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        both = {name: (tree[name], defaults[name]) for name in tree if isinstance(defaults.get(name), dict)}
+        return {**defaults, **tree, **{name: fill(*pair) for name, pair in both.items()}}
+
+    return fill(recorded, to_dict(Experiment()))
+
+
 def training_identity(experiment: Experiment) -> str:
     """12 hex digits over what influences the trained numbers and differs from defaults.
 

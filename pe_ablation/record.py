@@ -163,7 +163,7 @@ class Run:
             raise RecordError(f"{self.path}: not a run directory (no readable config.json)")
         if found.get("format") != FORMAT:
             raise RecordError(f"{self.path}: run record of format {found.get('format')!r}; this version reads {FORMAT}")
-        return found
+        return found | {"experiment": config.completed(found["experiment"])}
 
     def status(self) -> tuple[State, str]:
         """(state, reason), the reason empty where there is nothing to say.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from isolated import BLOCKED
 
 from pe_ablation import data
 from pe_ablation.config import ConfigError, DataConfig, TextConfig
@@ -124,26 +125,9 @@ def test_text_fields_beside_this_corpus_are_refused(tmp_path):
         data.load(config, "train")
 
 
-ISOLATED = """
-import socket, sys
-
-class Without:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, *rest):
-        return None if name.split(".")[0] == "tensorflow" else self.finder.find_spec(name, *rest)
-
-sys.meta_path[:] = map(Without, sys.meta_path)
-
-def refuse(*_, **__):
-    raise OSError("no network here")
-
-socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-
+ISOLATED = (
+    BLOCKED
+    + """
 from pe_ablation import data
 from pe_ablation.config import DataConfig, TextConfig
 
@@ -154,6 +138,7 @@ for config in (mine, DataConfig(cache_dir=cache)):
     batch = next(data.Batches(tokens, block=8, batch_tokens=16, length=4, seed=0, bos=config.bos))
     print(len(tokens.stored), batch.shape, "tensorflow" in sys.modules)
 """
+)
 
 
 def test_two_processes_at_once_without_tensorflow_or_network(tmp_path):

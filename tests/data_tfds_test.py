@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from isolated import BLOCKED
 
 from pe_ablation import data
 from pe_ablation.config import ConfigError, DataConfig, TextConfig, TfdsConfig
@@ -303,28 +304,9 @@ def test_fields_beside_another_source_are_refused(tmp_path):
 
 # Without TensorFlow and network
 
-ISOLATED = """
-import socket, sys, time
-
-class Without:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, *rest):
-        absent = name.split(".")[0] in ("tensorflow", "apache_beam")
-        return None if absent else self.finder.find_spec(name, *rest)
-
-sys.meta_path[:] = map(Without, sys.meta_path)
-
-def refuse(*_, **__):
-    print("the network was asked")
-    raise OSError("no network here")
-
-socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-
+ISOLATED = (
+    BLOCKED
+    + """
 from pe_ablation import data
 from pe_ablation.config import ConfigError, DataConfig, TfdsConfig
 
@@ -338,6 +320,7 @@ for name in ("small", "lm1b", "wiki40b/en", "c4", "no_such_thing"):
         print(str(error).split(" in ")[0].split("; ")[0])
 print("tensorflow" in sys.modules)
 """
+)
 
 
 def test_neither_tensorflow_nor_the_network_is_asked(prepared, tmp_path):

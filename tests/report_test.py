@@ -446,6 +446,16 @@ def test_lengths_scored_in_addition_make_no_planned_cell_missing(tmp_path):
     assert (found.status == "ok").all()
 
 
+def test_fields_newer_than_a_record_are_no_difference(tmp_path):
+    runs = [plan(tmp_path / "runs", seed=seed) for seed in (0, 1)]
+    recorded = json.loads((runs[0].path / "config.json").read_text())
+    experiment = recorded["experiment"]
+    del experiment["wandb"], experiment["data"]["tfds"], experiment["model"]["remat"]
+    (runs[0].path / "config.json").write_text(json.dumps(recorded))
+    rows = report.rows(tmp_path / "runs")
+    assert set(rows.differs) == {"{}"} and set(rows.variant) == {""}
+
+
 def test_a_broken_record_leaves_the_report_of_the_others_alone(tmp_path, caplog):
     finished(tmp_path)
     broken = finished(tmp_path, "alibi")
