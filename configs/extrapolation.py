@@ -15,7 +15,7 @@
     transformer_xl  2.08  2.08  2.08  2.08
 
 `cpu`: nine arms at training lengths 128 and 512, three seeds, evaluated to 8192, the learning rate chosen from three
-for each arm and length with one other seed.
+for each arm and length with one other seed. Not run yet as a whole: no numbers to expect.
 
     pe-ablation launch --config configs/extrapolation.py:cpu --select lr --workers 2
     pe-ablation report runs/extrapolation-cpu --select lr
