@@ -147,12 +147,14 @@ def _add_select(parser: argparse.ArgumentParser, help_text: str, seeds: str) -> 
 
 def _selected(args: argparse.Namespace) -> dict[str, Any]:
     """{field, seed} of --select; empty without it."""
-    from pe_ablation import config, selection
+    from pe_ablation import config
 
     if args.select is None:
         if args.select_seed is not None:
             raise config.ConfigError("select_seed: goes with --select FIELD")
         return {}
+    from pe_ablation import selection  # pandas, which a launch without a choice doesn't wait for
+
     seed = args.select_seed
     typed = None if seed is None else config.convert(int, config.from_flag(seed), "select_seed")
     return {"field": selection.field_path(args.select), "seed": typed}
@@ -173,9 +175,9 @@ def _launch(args: argparse.Namespace) -> int:
     points = _points(file, args)
     if args.list:
         return _print(sweep.listing(points))
-    if args.index is not None and selected:
-        raise ValueError("--index: goes without --select, which needs the whole grid to choose")
     if args.index is not None:
+        if selected:
+            raise ValueError("--index: goes without --select, which needs the whole grid to choose")
         points = launch.at(points, args.index)
     points = mirror.tagged(points, args.sweep.split(",") if args.sweep else [file.name])
     workdir = Path(args.workdir or f"runs/{file.name}")
@@ -268,8 +270,8 @@ def _report(args: argparse.Namespace) -> int:
     if args.compare:
         from pe_ablation import compare
 
-        if alone := {"baseline", "margin", "wandb"} & {*asked, *(("wandb",) if args.wandb else ())}:
-            raise config.ConfigError(f"--{sorted(alone)[0]}: goes without --compare")
+        if alone := [name for name in ("baseline", "margin", "wandb") if getattr(args, name) not in (None, False)]:
+            raise config.ConfigError(f"--{alone[0]}: goes without --compare")
         print(compare.write(args.runs[0], args.runs[1], out, **asked, **_selected(args)))
         return 0
     print(report.write(args.runs[0], out, **asked, **_selected(args)))

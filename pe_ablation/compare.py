@@ -5,7 +5,6 @@ number and name, so what both sides share (a hard document, a lucky seed) is not
 """
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,17 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from pe_ablation import atomic, record, report, selection, stats
+from pe_ablation import atomic, record, report, stats, verdicts
 from pe_ablation.tables import (
     METRICS,
-    POINT,
     Frame,
     Selection,
     describe,
+    differing,
     label,
-    presentation,
+    points,
     select,
     selections,
+    span,
     text_grid,
 )
 from pe_ablation.verdicts import RATIOS
@@ -67,7 +67,7 @@ def write(
     """
     if metric not in RATIOS:
         raise ValueError(f"metric: {metric!r} has no sums to compare by; allowed: {', '.join(RATIOS)}")
-    frames = [_rows(each, protocol, split, field, seed) for each in (first, second)]
+    frames = [report.asked(each, split, protocol, field, seed)[0] for each in (first, second)]
     chosen = _common(frames, (first, second))
     sides = [_side(Path(root), frame, chosen) for root, frame in zip((first, second), frames, strict=True)]
     keys = [key for key in sides[0].points if key in sides[1].points]
@@ -77,16 +77,9 @@ def write(
     text = _to_markdown(sides, keys, found, chosen, metric)
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    atomic.write(out / "compare.csv", [found.to_csv(index=False, na_rep="NaN").encode()])
+    atomic.write(out / "compare.csv", [report.to_csv(found)])
     atomic.write(out / "compare.md", [text.encode()])
     return text
-
-
-def _rows(root: Any, protocol: str | None, split: str, field: str | None, seed: int | None) -> pd.DataFrame:
-    frame = report.rows(root)
-    if field is not None:
-        frame = selection.choose(frame, field, None if seed is None else [seed]).rows
-    return report.shown(frame, split, protocol)
 
 
 def _common(frames: Sequence[pd.DataFrame], names: Sequence[Any]) -> Selection:
@@ -104,10 +97,7 @@ def _common(frames: Sequence[pd.DataFrame], names: Sequence[Any]) -> Selection:
 def _side(root: Path, frame: pd.DataFrame, chosen: Selection) -> Side:
     part: Frame = select(frame, **chosen._asdict())[1]
     part = part[part.null == "none"]
-    groups = sorted(
-        (group for _, group in part.groupby(POINT, sort=False)), key=lambda each: presentation(each.iloc[0])
-    )
-    return Side(root, {(int(each.train_length.iloc[0]), _arm(each)): each for each in groups})
+    return Side(root, {(int(each.train_length.iloc[0]), _arm(each)): each for each in points(part)})
 
 
 def _arm(group: Frame) -> str:
@@ -165,19 +155,11 @@ def _status(cells: Frame) -> str:
 
 def _sample(cells: Frame, seeds: tuple[int, ...], root: Path, metric: str) -> stats.Sample:
     """The sums [seeds, documents] of one side's cell; raises ValueError where its own seeds scored other documents."""
-    amount, scale = RATIOS[metric]
-    names, tops, bottoms = [], [], []
-    for seed in seeds:
-        arrays = record.Run(root / cells.run[seed]).arrays({"key": cells.key[seed]})
-        bottom = arrays[amount].sum(axis=1)
-        scored = bottom > 0
-        names.append(tuple(map(str, arrays["names"][scored])))
-        tops.append(arrays["nats"].sum(axis=1)[scored] * scale)
-        bottoms.append(bottom[scored])
-    for seed, other in zip(seeds, names, strict=True):
-        if other != names[0]:
-            raise stats.UnpairedError(f"{root}: seeds {seeds[0]} and {seed} scored other documents")
-    return stats.Sample(seeds, names[0], np.stack(tops), np.stack(bottoms))
+    found = [verdicts.sums(root, metric, cells.run[seed], cells.key[seed]) for seed in seeds]
+    try:
+        return verdicts.sample(seeds, found)
+    except stats.UnpairedError as error:
+        raise stats.UnpairedError(f"{root}: {error}") from None
 
 
 def _refuse_other_documents(one: stats.Sample, other: stats.Sample, roots: Sequence[Path], where: str) -> None:
@@ -213,7 +195,7 @@ def _to_markdown(
         f"- Scored: {describe(chosen)}",
         f"- Mean over seeds of the paired difference, and its {stats.LEVEL:.0%} interval by bootstrap over "
         f"{' or '.join(dict.fromkeys(each for each in found.over if each)) or 'nothing'}; n is the number of paired "
-        f"seeds, on {_span(found.documents)} paired documents.",
+        f"seeds, on {span(found.documents, '{:.0f}'.format, 'no')} paired documents.",
     ]
     lines += [f"- {text}." for text in _unpaired(sides, keys, found)]
     lines += ["", "Configs", "", *_diff(sides, keys), *itertools.chain(*map(_within, sides))]
@@ -235,11 +217,6 @@ def _text(row: Any) -> str:
         return row.status
     ends = f" [{row.low95:+.3f}, {row.high95:+.3f}]" if math.isfinite(row.low95) else ""
     return f"{row.difference:+.3f}{ends}"
-
-
-def _span(values: Frame) -> str:
-    known = values.dropna()
-    return "-".join(dict.fromkeys(str(each) for each in (known.min(), known.max()))) if len(known) else "no"
 
 
 def _unpaired(sides: Sequence[Side], keys: Sequence[tuple[int, str]], found: Frame) -> list[str]:
@@ -277,9 +254,5 @@ def _shown(fields: Mapping[str, Any], name: str) -> str:
 
 def _within(side: Side) -> list[str]:
     """The fields, other than encoding and training length, in which one folder's points differ among themselves."""
-    values: dict[str, list[str]] = {}
-    for differs in dict.fromkeys(each for group in side.points.values() for each in group.differs):
-        for name, value in json.loads(differs).items():
-            values.setdefault(name, []).append(str(value))
-    texts = [f"{name} ({', '.join(dict.fromkeys(each))})" for name, each in values.items() if len(set(each)) > 1]
-    return ["", f"Within {side.root}, points also differ in: {'; '.join(texts)}."] if texts else []
+    text = differing(each for group in side.points.values() for each in group.differs)
+    return ["", f"Within {side.root}, points also differ in: {text}."] if text else []

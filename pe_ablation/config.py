@@ -163,6 +163,10 @@ class EvalConfig:
         shared = {"longest": self.longest(train_length)}
         return shared | {name: getattr(self, name) for name in ("max_documents", *own)}
 
+    def batch(self, length: int) -> int:
+        """How many windows of `length` tokens are scored at a time."""
+        return max(1, self.batch_tokens // length)
+
     def longest(self, train_length: int) -> int:
         """The longest length that is scored; the training length always is."""
         return max(*self.lengths, train_length)
@@ -298,6 +302,20 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
         return {**defaults, **tree, **{name: fill(*pair) for name, pair in both.items()}}
 
     return fill(recorded, to_dict(Experiment()))
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested groups by dotted path."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat |= leaves(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def in_identity(path: str) -> bool:
+    """Whether the field at a dotted path is, or may be, part of the training identity."""
+    return not any(f"{path}.".startswith(f"{each}.") for each in OUTSIDE_IDENTITY)
 
 
 def training_identity(experiment: Experiment) -> str:

@@ -1,11 +1,10 @@
 """What each arm cost: parameters, time of a training step, and how much was scored. Numbers come from `report.rows`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 
-from pe_ablation.tables import POINT, Frame, label, presentation, select, text_grid
+from pe_ablation.tables import Frame, label, points, select, span, text_grid
 
 HEADER = ("train length", "encoding", "parameters", "s/step", "tokens/s", "seeds a program", "tokens", "documents")
 NOTE = (
@@ -19,8 +18,7 @@ def to_markdown(rows: pd.DataFrame, **selection: Any) -> str:
     """A row per point of one selection (see `tables.select`); "-" is not recorded, "a-b" the range over its runs."""
     part: Frame = select(rows, **selection)[1]
     part = part[part.null == "none"]
-    groups = [group for _, group in part.groupby(POINT, sort=False)]
-    lines = [_line(group) for group in sorted(groups, key=lambda group: presentation(group.iloc[0]))]
+    lines = [_line(group) for group in points(part)]
     return f"{NOTE}\n\n{text_grid([HEADER, *lines], left=(1,))}\n"
 
 
@@ -29,18 +27,10 @@ def _line(group: Frame) -> tuple[str, ...]:
     return (
         str(first.train_length),
         label(first.encoding, first.variant),
-        _span(group.parameters, "{:,.0f}".format),
-        _span(group.seconds_per_step, "{:.3g}".format),
-        _span(group.tokens_per_second, lambda value: f"{float(f'{value:.3g}'):,.0f}"),
-        _span(group.program_seeds, "{:.0f}".format),
-        _span(scored.tokens, "{:,.0f}".format),
-        _span(scored.documents, "{:,.0f}".format),
+        span(group.parameters),
+        span(group.seconds_per_step, "{:.3g}".format),
+        span(group.tokens_per_second, lambda value: f"{float(f'{value:.3g}'):,.0f}"),
+        span(group.program_seeds, "{:.0f}".format),
+        span(scored.tokens),
+        span(scored.documents),
     )
-
-
-def _span(values: Frame, form: Callable[[float], str]) -> str:
-    """One number, or the lowest and highest as text where they differ."""
-    known = values.dropna().astype(float)
-    if not len(known):
-        return "-"
-    return "-".join(dict.fromkeys([form(known.min()), form(known.max())]))

@@ -43,15 +43,11 @@ def scoring(experiment: Experiment, gpt: GPTConfig) -> float | None:
         return None
     total = 0.0
     for length in {train_length, *evaluation.lengths}:
-        batch = _batch(experiment, length)
+        batch = evaluation.batch(length)
         windows = math.ceil(evaluation.max_windows / batch) * batch
         passes = 2 if length > train_length and "window_mask" in evaluation.nulls else 1
         total += passes * windows * length * forward(gpt, length)
     return total
-
-
-def _batch(experiment: Experiment, length: int) -> int:
-    return max(1, experiment.eval.batch_tokens // length)
 
 
 def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, seeds: int) -> float:
@@ -71,9 +67,10 @@ def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, seeds: int) 
     activations = layers * tokens * width * (10 * gpt.model_dim + 3 * gpt.hidden_dim)
     activations += inputs + scores * (layers if dense else 1) + 8 * gpt.vocab_size * tokens
     training = seeds * (16 * parameters + activations)
-    scored = _batch(experiment, longest) * longest
+    batch = experiment.eval.batch(longest)
+    scored = batch * longest
     forwards = scored * (width * (4 * gpt.model_dim + 2 * gpt.hidden_dim) + 8 * gpt.vocab_size)
-    return float(max(training, 4 * parameters + forwards + _scores(gpt, _batch(experiment, longest), longest)[0]))
+    return float(max(training, 4 * parameters + forwards + _scores(gpt, batch, longest)[0]))
 
 
 def _scores(gpt: GPTConfig, windows: int, length: int) -> tuple[int, bool]:

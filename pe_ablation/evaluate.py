@@ -277,7 +277,7 @@ class _Scorer:
 
     def _reads_untrained(self, protocol: str, length: int, null: str) -> bool:
         """Whether other values of the untrained entries give other nats: the first batch, which has every distance."""
-        batch = self._batch_size(length)
+        batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
         program, window = _program(self.gpt, batch, length), np.int32(self._window(null))
@@ -326,7 +326,7 @@ class _Scorer:
 
     def _scored(self, windows: Windows, window: int) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
-        batch = self._batch_size(windows.length)
+        batch = self.evaluation.batch(windows.length)
         program = _program(self.gpt, batch, windows.length)
         pending = None
         try:
@@ -341,9 +341,6 @@ class _Scorer:
                 yield _fetched(*pending)
         except jax.errors.JaxRuntimeError as error:
             raise _out_of_memory(error) from error
-
-    def _batch_size(self, length: int) -> int:
-        return max(1, self.evaluation.batch_tokens // length)
 
     def _batch(self, part: Windows, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 inputs and targets [B,L]; what is past a document's end, or past the last window, is 0 and unscored."""

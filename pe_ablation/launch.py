@@ -332,23 +332,21 @@ def _groups(runs: Sequence[Run]) -> list[list[Run]]:
     Seeds broken off while they were being saved have one in common. A seed that was added later has not, and would
     send the others back to their beginning.
     """
+    from pe_ablation import checkpoint
+
     trained = [run for run in runs if run.result() is not None]
     untrained = [run for run in runs if run not in trained]
-    if len(untrained) > 1:
-        from pe_ablation import checkpoint
-
-        groups: list[tuple[set[int], list[Run]]] = []
-        for run in untrained:
-            steps = set(checkpoint.steps(run.path / "checkpoints"))
-            for common, group in groups:
-                if common & steps or not common | steps:
-                    common &= steps
-                    group.append(run)
-                    break
-            else:
-                groups.append((steps, [run]))
-        return [*([trained] if trained else []), *(group for _, group in groups)]
-    return [group for group in (trained, untrained) if group]
+    groups: list[tuple[set[int], list[Run]]] = []
+    for run in untrained:
+        steps = set(checkpoint.steps(run.path / "checkpoints"))
+        for common, group in groups:
+            if common & steps or not common | steps:
+                common &= steps
+                group.append(run)
+                break
+        else:
+            groups.append((steps, [run]))
+    return [group for group in (trained, *(group for _, group in groups)) if group]
 
 
 def _bring_up(runs: Sequence[Run]) -> bool:

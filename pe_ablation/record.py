@@ -395,18 +395,10 @@ def _refuse_other(path: Path, recorded: dict[str, Any], asked: dict[str, Any]) -
 
 def _differing_fields(recorded: dict[str, Any], asked: dict[str, Any]) -> str:
     """'model.num_layers (2, 3); seed (0, 1)': the leaves that differ, of those that the identity is about."""
-    old, new = _leaves(recorded), _leaves(asked)
-    outside = config.OUTSIDE_IDENTITY
-    paths = [path for path in {**old, **new} if not any(f"{path}.".startswith(f"{each}.") for each in outside)]
+    old, new = config.leaves(recorded), config.leaves(asked)
+    paths = [path for path in {**old, **new} if config.in_identity(path)]
     changed = [path for path in paths if old.get(path) != new.get(path)]
     return "; ".join(f"{path} ({old.get(path)!r}, {new.get(path)!r})" for path in changed)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return leaves
 
 
 def _last_line(text: str) -> str:

@@ -95,18 +95,14 @@ def write(
     raises ValueError as `rows` and `verdicts.statistics` do, and for rows that are not there.
     """
     configuration.convert(Literal[tuple(METRICS)], metric, "metric")
-    frame, choice = rows(runs_dir), None
-    if field is not None:
-        choice = choose(frame, field, None if seed is None else [seed])
-        frame = choice.rows
-    frame = shown(frame, split, protocol)
+    frame, choice = asked(runs_dir, split, protocol, field, seed)
     chosen = [each._asdict() for each in selections(frame)]
-    asked = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
-    judged = [verdicts.statistics(frame, runs_dir, **each, **asked) for each in chosen]
+    how = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
+    judged = [verdicts.statistics(frame, runs_dir, **each, **how) for each in chosen]
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    atomic.write(out / "rows.csv", [_csv(frame)])
-    atomic.write(out / "stats.csv", [_csv(pd.concat(judged))])
+    atomic.write(out / "rows.csv", [to_csv(frame)])
+    atomic.write(out / "stats.csv", [to_csv(pd.concat(judged))])
     sections = []
     for at, (which, found) in enumerate(zip(chosen, judged, strict=True), start=1):
         suffix = "" if at == 1 else f"_{at}"
@@ -118,12 +114,23 @@ def write(
             _picture(out / f"positions{suffix}", partial(positions, frame, runs_dir, **which))
     if choice is not None:
         sections[0] += selection.note(choice)
-        atomic.write(out / "grid.csv", [_csv(choice.grid)])
+        atomic.write(out / "grid.csv", [to_csv(choice.grid)])
         atomic.write(out / "grid.md", [selection.to_markdown(choice).encode()])
     sections.append(cost.to_markdown(frame, **chosen[0]))
     text = "\n".join([*sections, expected(frame)])
     atomic.write(out / "table.md", [text.encode()])
     return text
+
+
+def asked(
+    runs_dir: str | os.PathLike[str], split: str, protocol: str | None, field: str | None, seed: int | None
+) -> tuple[pd.DataFrame, selection.Choice | None]:
+    """`rows` as `shown`; with `field`, those that `selection.choose` leaves (on `seed`, if given), and the choice."""
+    frame, choice = rows(runs_dir), None
+    if field is not None:
+        choice = choose(frame, field, None if seed is None else [seed])
+        frame = choice.rows
+    return shown(frame, split, protocol), choice
 
 
 def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
@@ -140,7 +147,7 @@ def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
     return kept.reset_index(drop=True)
 
 
-def _csv(frame: pd.DataFrame) -> bytes:
+def to_csv(frame: pd.DataFrame) -> bytes:
     return frame.to_csv(index=False, na_rep="NaN").encode()
 
 
@@ -244,15 +251,10 @@ def _variants(configs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def fields(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that make a point, by dotted path: neither the seed nor what changes no trained number."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        if path in configuration.OUTSIDE_IDENTITY or path == "seed":
-            continue
-        flat |= fields(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return flat
+    leaves = configuration.leaves(tree)
+    return {path: leaves[path] for path in leaves if path != "seed" and configuration.in_identity(path)}
 
 
 def _cells(run: record.Run, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

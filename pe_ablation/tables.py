@@ -5,7 +5,7 @@ Kept apart from `report`, which reads run directories, so that anything with the
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,13 +226,17 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
 
 def _unequal(part: Frame) -> list[str]:
     """A warning where rows differ in more than encoding and training length."""
-    found: dict[str, list[str]] = {}
-    for differs in part.differs.unique():
-        for field, value in json.loads(differs).items():
-            found.setdefault(field, []).append(str(value))
-    unequal = {field: dict.fromkeys(values) for field, values in found.items() if len(set(values)) > 1}
-    text = "; ".join(f"{field} ({', '.join(values)})" for field, values in unequal.items())
+    text = differing(part.differs.unique())
     return [f"- Not on equal terms: rows also differ in {text}."] if text else []
+
+
+def differing(differs: Iterable[str]) -> str:
+    """'seed (0, 1); model.remat (False, True)': the fields of the column `differs` with several values; or ""."""
+    found: dict[str, dict[str, None]] = {}
+    for each in differs:
+        for field, value in json.loads(each).items():
+            found.setdefault(field, {})[str(value)] = None
+    return "; ".join(f"{field} ({', '.join(values)})" for field, values in found.items() if len(values) > 1)
 
 
 def describe(chosen: Selection) -> str:
@@ -253,7 +257,7 @@ def describe(chosen: Selection) -> str:
 
 def _amounts(part: Frame) -> list[str]:
     scored = part[(part.status == "ok") & (part.null == "none")]
-    amounts = {length: (_span(group.tokens), _span(group.documents)) for length, group in scored.groupby("eval_length")}
+    amounts = {length: (span(group.tokens), span(group.documents)) for length, group in scored.groupby("eval_length")}
     if not amounts:
         return []
     if len(set(amounts.values())) == 1:
@@ -263,9 +267,15 @@ def _amounts(part: Frame) -> list[str]:
     return [f"- Tokens in documents per column and seed: {each}."]
 
 
-def _span(values: Any) -> str:
-    low, high = int(values.min()), int(values.max())
-    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+def span(values: Frame, form: Callable[[float], str] = "{:,.0f}".format, absent: str = "-") -> str:
+    """One number as text, or the lowest and the highest where their texts differ; `absent` where there is none."""
+    known = values.dropna().astype(float)
+    return "-".join(dict.fromkeys([form(known.min()), form(known.max())])) if len(known) else absent
+
+
+def points(part: Frame) -> list[Frame]:
+    """The rows of each point, in the order of presentation."""
+    return sorted((group for _, group in part.groupby(POINT, sort=False)), key=lambda each: presentation(each.iloc[0]))
 
 
 def _over_seeds(cell: Frame, seeds: np.ndarray, metric: str) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _points(rows: pd.DataFrame, root: Path, choice: dict[str, Any]) -> list[_Poi
     selection = {name: choice[name] for name in ("protocol", "split", "settings")}
     part: Frame = select(rows, **selection)[1]
     scored = dict(list(part[part.status == "ok"].groupby([*POINT, "null", "eval_length"])))
-    read = functools.cache(partial(_sums, root, choice["metric"]))
+    read = functools.cache(partial(sums, root, choice["metric"]))
     points: dict[tuple, _Point] = {}
     for null in NULLS:
         frame: Frame = summary(rows, null=null, **choice)
@@ -204,15 +204,16 @@ def _with_sums(row: dict[str, Any], group: Frame, read: Callable[[str, str], Any
     """A complete cell with the sums of its seeds; without, and with a note, where they can't be read or differ."""
     group = group.sort_values("seed")
     try:
-        sample = _sample(tuple(map(int, group.seed)), [read(*each) for each in zip(group.run, group.key, strict=True)])
-        if not np.allclose(sample.values, group[metric].to_numpy(np.float64), rtol=1e-9, atol=0, equal_nan=True):
+        found = sample(tuple(map(int, group.seed)), [read(*each) for each in zip(group.run, group.key, strict=True)])
+        if not np.allclose(found.values, group[metric].to_numpy(np.float64), rtol=1e-9, atol=0, equal_nan=True):
             raise record.RecordError(f"{group.run.iloc[0]}: the sums of {group.key.iloc[0]} do not give its numbers")
     except (record.RecordError, stats.UnpairedError) as error:
         return _Cell(row, None, str(error))
-    return _Cell(row, sample)
+    return _Cell(row, found)
 
 
-def _sample(seeds: tuple[int, ...], found: Sequence[tuple[tuple[str, ...], np.ndarray, np.ndarray]]) -> Sample:
+def sample(seeds: tuple[int, ...], found: Sequence[tuple[tuple[str, ...], np.ndarray, np.ndarray]]) -> Sample:
+    """One cell of several seeds from their `sums`; raises UnpairedError where these scored other documents."""
     names, tops, bottoms = zip(*found, strict=True)
     for each in names:
         if each != names[0]:
@@ -221,7 +222,7 @@ def _sample(seeds: tuple[int, ...], found: Sequence[tuple[tuple[str, ...], np.nd
     return Sample(seeds, names[0], np.stack(tops), np.stack(bottoms))
 
 
-def _sums(root: Path, metric: str, run: str, key: str) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+def sums(root: Path, metric: str, run: str, key: str) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
     """Names [D] and sums [D] of the metric above and below the line, of a stored cell's documents that were scored."""
     amount, scale = RATIOS[metric]
     arrays = record.Run(root / run).arrays({"key": key}, ("names", "nats", amount))
