@@ -43,12 +43,12 @@ SIZES = {
     },
     "cpu": {
         "lengths": (128, 512),
-        "rates": (1.5e-3, 4e-3, 1e-2),
+        "rates": (2e-3, 5e-3, 1.2e-2),
         "seeds": (0, 1, 2),
         "scale": 0.1,
-        "heads": 2,
-        "train": {"steps": 1600, "batch_tokens": 512, "warmup_steps": 160, "checkpoint_every": 400},
-        "eval": {"lengths": (128, 256, 512, 1024, 2048, 4096, 8192), "last_k": 64, "max_windows": 16},
+        "heads": 4,
+        "train": {"steps": 1800, "batch_tokens": 512, "warmup_steps": 180, "checkpoint_every": 600},
+        "eval": {"lengths": (128, 256, 512, 1024, 2048, 4096, 8192), "last_k": 64, "max_windows": 8},
     },
 }
 
