@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -160,7 +161,9 @@ class Run:
     def _recorded(self) -> dict[str, Any]:
         found = _read_json(self.path / "config.json")
         if found is None:
-            raise RecordError(f"{self.path}: not a run directory (no readable config.json)")
+            raise RecordError(
+                f"{self.path}: not a run directory (no readable config.json); if it was one, move it away to train anew"
+            )
         if found.get("format") != FORMAT:
             raise RecordError(f"{self.path}: run record of format {found.get('format')!r}; this version reads {FORMAT}")
         return found | {"experiment": config.completed(found["experiment"])}
@@ -241,6 +244,7 @@ class Run:
     def stop(self, reason: str) -> None:
         """Say that this attempt was asked to stop, which is no failure, and how far it got."""
         self.check_held()
+        (self.path / "error.json").unlink(missing_ok=True)  # of an attempt before this one
         lease.release(self._attempts, "stopped", reason)
 
     def close(self, state: Literal["failed", "stopped"], reason: str) -> None:
@@ -332,8 +336,9 @@ class Run:
         _write_json(path.with_name(path.name + ".json"), cell)
 
     def cells(self) -> list[dict[str, Any]]:
-        """All stored cells, by key; a truncated one counts as not there and is evaluated again."""
-        found = (_read_json(path) for path in sorted((self.path / "evaluation").glob("[!.]*.json")))
+        """All stored cells, by key; one with a truncated file counts as not there and is evaluated again."""
+        paths = sorted((self.path / "evaluation").glob("[!.]*.json"))
+        found = (_read_json(path) for path in paths if zipfile.is_zipfile(path.with_suffix(".npz")))
         return [cell for cell in found if cell is not None]
 
     def arrays(self, cell: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:

@@ -49,6 +49,29 @@ def test_home_folder_and_single_file(folder, monkeypatch):
     assert documents(validation="~/mine", split="validation") == [("mine", b"text")]
 
 
+@pytest.mark.parametrize("fields", [
+    {"train": "t", "validation": "t"}, {"train": "t/*", "validation": "t/a"}, {"train": "t", "test": "link"},
+])  # fmt: skip
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_file_in_two_splits_is_refused(folder, fields, backwards):
+    write(folder, t__a=b"one", t__b=b"two")
+    (folder / "link").symlink_to("t/a")
+    one, other = reversed(fields) if backwards else fields
+    with pytest.raises(ConfigError, match=rf"data\.text\.{one}: .*t/a' is in data\.text\.{other} too"):
+        documents(**fields, split=one)
+
+
+def test_a_split_that_is_missing_is_told_where_it_is_asked_for(folder):
+    write(folder, t__a=b"one")
+    assert documents(train="t", validation="gone") == [("a", b"one")]
+
+
+def test_an_empty_path_is_not_the_working_directory(folder):
+    write(folder, a=b"one")
+    with pytest.raises(ConfigError, match=r"data\.text\.train: empty"):
+        documents(train="")
+
+
 def test_every_byte_is_kept(folder):
     write(folder, t__x=AWKWARD)
     assert documents(train="t") == [("x", AWKWARD)]

@@ -157,6 +157,11 @@ def test_a_stopped_run_is_not_failed_and_starts_again(run):
     run.stop("trained to step 3, then SIGTERM")
     assert run.status() == ("stopped", "trained to step 3, then SIGTERM")
     run.start()
+    run.fail("ValueError: no")
+    assert run.reserve(run.attempts() + 1)  # and stopped before its process could begin
+    run.close("stopped", "SIGTERM")
+    assert run.status() == ("stopped", "SIGTERM")
+    run.start()
     run.finish({"status": "ok"})
     assert run.status() == ("done", "")
 
@@ -288,6 +293,8 @@ def test_a_torn_cell_is_not_there_and_missing_arrays_are_an_error(run):
     (run.path / "evaluation/a.npz").write_bytes(b"PK")
     with pytest.raises(RecordError, match=r"a\.npz"):
         run.arrays({"key": "a"})
+    assert run.cells() == []
+    run.save_cell({"key": "a", "status": "ok"}, {"nats": np.ones(3)})
     (run.path / "evaluation/a.json").write_text('{"key": "a"')
     assert run.cells() == []
 

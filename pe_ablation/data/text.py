@@ -21,7 +21,7 @@ def corpus(config: TextConfig, split: Split) -> Corpus:
     """The documents of `split`, read now: their digest is one of contents, so moving the files changes nothing.
 
     Raises ConfigError with the field's path: contradictory fields, a split that is not configured, a missing, empty,
-    unreadable or binary file, byte ranges that overlap or pass the end.
+    unreadable or binary file, a file in two splits, byte ranges that overlap or pass the end.
     """
     _check_fields(config)
     _check_json(config)
@@ -132,11 +132,30 @@ def _from_paths(config: TextConfig, split: Split) -> list[Document]:
     if given is None:
         raise ConfigError(f"{field}: the {split} split is asked for, and not configured; give a folder, glob or file")
     documents: list[Document] = []
-    for name, path in _files(given, field):
+    files = _files(given, field)
+    _refuse_shared(files, config, split)
+    for name, path in files:
         documents += _documents(name, _read(path, field), field, config)
     if not documents:
         raise ConfigError(f"{field}: {given!r} is empty: nothing {_borders(config)}")
     return documents
+
+
+def _refuse_shared(files: list[tuple[str, Path]], config: TextConfig, split: Split) -> None:
+    """A file in two splits: what is learned from must not be what is measured on."""
+    own = {path.resolve() for _, path in files}
+    for other in SPLITS:
+        given = getattr(config, other)
+        if other == split or given is None:
+            continue
+        try:
+            shared = own & {path.resolve() for _, path in _files(given, f"data.text.{other}")}
+        except ConfigError:  # told where that split is asked for
+            continue
+        if shared:
+            raise ConfigError(
+                f"data.text.{split}: {str(min(shared))!r} is in data.text.{other} too; a file has one split"
+            )
 
 
 def _documents(name: str, content: bytes, field: str, config: TextConfig) -> list[Document]:
@@ -159,6 +178,8 @@ def _borders(config: TextConfig) -> str:
 
 def _files(given: str, field: str) -> list[tuple[str, Path]]:
     """Names, by which they are sorted, and paths of the files that a folder, glob or path stands for."""
+    if not given:
+        raise ConfigError(f"{field}: empty; give a folder, a glob or a file")
     path = Path(given).expanduser()
     if path.is_file():
         return [(path.name, path)]
