@@ -68,7 +68,6 @@ def write(
     if metric not in RATIOS:
         raise ValueError(f"metric: {metric!r} has no sums to compare by; allowed: {', '.join(RATIOS)}")
     frames = [report.asked(each, split, protocol, field, seed)[0] for each in (first, second)]
-    out = report.folder(out_dir)
     chosen = _common(frames, (first, second))
     sides = [_side(Path(root), frame, chosen) for root, frame in zip((first, second), frames, strict=True)]
     keys = [key for key in sides[0].points if key in sides[1].points]
@@ -76,6 +75,7 @@ def write(
         raise ValueError("no arm and training length is in both: " + " | ".join(map(_arms, sides)))
     found = differences(sides[0], sides[1], keys, chosen, metric)
     text = _to_markdown(sides, keys, found, chosen, metric)
+    out = report.folder(out_dir)
     atomic.write(out / "compare.csv", [report.to_csv(found)])
     atomic.write(out / "compare.md", [text.encode()])
     return text

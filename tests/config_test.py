@@ -397,9 +397,9 @@ def test_values_of_an_axis_that_are_not_of_their_field_are_refused_with_the_path
 
 def test_an_optional_field_keeps_its_type_through_none():
     assert config.read({}, {"model.mlp_dim": 5}).model.mlp_dim == 5
-    assert config.config.read({"model": {"mlp_dim": 5}}, {"model.mlp_dim": None}).model.mlp_dim is None
+    assert config.read({"model": {"mlp_dim": 5}}, {"model.mlp_dim": None}).model.mlp_dim is None
     with pytest.raises(ConfigError, match=r"model\.mlp_dim: expected int"):
-        config.config.read({"model": {"mlp_dim": None}}, {"model.mlp_dim": "abc"})
+        config.read({"model": {"mlp_dim": None}}, {"model.mlp_dim": "abc"})
 
 
 def test_a_required_field_is_filled_or_asked_for():

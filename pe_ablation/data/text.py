@@ -6,6 +6,7 @@ directory, `~` is the home folder; folders are read with their subfolders, hidde
 """
 
 import glob
+import logging
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from pe_ablation.config import ConfigError, TextConfig
 from pe_ablation.data import jsonl
 from pe_ablation.data.documents import SPLITS, Corpus, Document, Split, dealt, digest
 
+_log = logging.getLogger(__name__)
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
 
 
@@ -21,7 +23,7 @@ def corpus(config: TextConfig, split: Split) -> Corpus:
     """The documents of `split`, read now: their digest is one of contents, so moving the files changes nothing.
 
     Raises ConfigError with the field's path: contradictory fields, a split that is not configured, a missing, empty,
-    unreadable or binary file, a file in two splits, byte ranges that overlap or pass the end.
+    unreadable or binary file, byte ranges that overlap or pass the end.
     """
     _check_fields(config)
     _check_json(config)
@@ -133,7 +135,7 @@ def _from_paths(config: TextConfig, split: Split) -> list[Document]:
         raise ConfigError(f"{field}: the {split} split is asked for, and not configured; give a folder, glob or file")
     documents: list[Document] = []
     files = _files(given, field)
-    _refuse_shared(files, config, split)
+    _warn_of_shared(files, config, split)
     for name, path in files:
         documents += _documents(name, _read(path, field), field, config)
     if not documents:
@@ -141,8 +143,8 @@ def _from_paths(config: TextConfig, split: Split) -> list[Document]:
     return documents
 
 
-def _refuse_shared(files: list[tuple[str, Path]], config: TextConfig, split: Split) -> None:
-    """A file in two splits: what is learned from must not be what is measured on."""
+def _warn_of_shared(files: list[tuple[str, Path]], config: TextConfig, split: Split) -> None:
+    """A warning where a file is in two splits: good for a trial, no measurement."""
     own = {path.resolve() for _, path in files}
     for other in SPLITS:
         given = getattr(config, other)
@@ -153,8 +155,8 @@ def _refuse_shared(files: list[tuple[str, Path]], config: TextConfig, split: Spl
         except ConfigError:  # told where that split is asked for
             continue
         if shared:
-            raise ConfigError(
-                f"data.text.{split}: {str(min(shared))!r} is in data.text.{other} too; a file has one split"
+            _log.warning(
+                "data.text.%s: %s is in data.text.%s too: what was learned is measured", split, min(shared), other
             )
 
 
