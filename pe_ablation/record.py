@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -336,9 +335,8 @@ class Run:
         _write_json(path.with_name(path.name + ".json"), cell)
 
     def cells(self) -> list[dict[str, Any]]:
-        """All stored cells, by key; one with a truncated file counts as not there and is evaluated again."""
-        paths = sorted((self.path / "evaluation").glob("[!.]*.json"))
-        found = (_read_json(path) for path in paths if zipfile.is_zipfile(path.with_suffix(".npz")))
+        """All stored cells, by key; a truncated one counts as not there and is evaluated again."""
+        found = (_read_json(path) for path in sorted((self.path / "evaluation").glob("[!.]*.json")))
         return [cell for cell in found if cell is not None]
 
     def arrays(self, cell: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:

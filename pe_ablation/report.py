@@ -98,10 +98,10 @@ def write(
     """
     configuration.convert(Literal[tuple(METRICS)], metric, "metric")
     frame, choice = asked(runs_dir, split, protocol, field, seed)
-    out = folder(out_dir)
     chosen = [each._asdict() for each in selections(frame)]
     how = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
     judged = [verdicts.statistics(frame, runs_dir, **each, **how) for each in chosen]
+    out = folder(out_dir)
     atomic.write(out / "rows.csv", [to_csv(frame)])
     atomic.write(out / "stats.csv", [to_csv(pd.concat(judged))])
     sections = []
