@@ -75,8 +75,7 @@ def write(
         raise ValueError("no arm and training length is in both: " + " | ".join(map(_arms, sides)))
     found = differences(sides[0], sides[1], keys, chosen, metric)
     text = _to_markdown(sides, keys, found, chosen, metric)
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
+    out = report.folder(out_dir)
     atomic.write(out / "compare.csv", [report.to_csv(found)])
     atomic.write(out / "compare.md", [text.encode()])
     return text

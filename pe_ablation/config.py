@@ -16,6 +16,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from ml_collections.config_dict import RequiredValueError
+
 from pe_ablation import encodings
 from pe_ablation.model import SIZES, GPTConfig
 
@@ -217,6 +219,9 @@ class Experiment:
         )
 
 
+_REQUIRED = object()
+
+
 class _Text(str):
     """A value typed on the command line, not yet converted to its field's type."""
 
@@ -229,7 +234,9 @@ def read(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) 
     does not have.
     """
     tree = _plain(config)
-    if isinstance(tree, dict) and isinstance(tree.get("model"), str):
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config: expected a group of fields, got {tree!r}")
+    if isinstance(tree.get("model"), str):
         tree["model"] = _size(tree["model"])
     for path, value in sorted(spelled_out(overrides or {}).items(), key=lambda item: item[0].count(".")):
         _overlay(tree, path, value)
@@ -287,6 +294,11 @@ def _is_list(hint: Any) -> bool:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(map(_is_list, typing.get_args(hint)))
     return bool({hint, typing.get_origin(hint)} & {tuple, Mapping})
+
+
+def evaluation(recorded: Mapping[str, Any]) -> EvalConfig:
+    """The `eval` fields of an experiment as `to_dict` gave it; of the rest, an encoding's code may be gone by now."""
+    return _build(EvalConfig, recorded["eval"], "eval")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -359,8 +371,16 @@ def _difference(tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: st
 def _plain(value: Any) -> Any:
     """ConfigDicts and mappings as fresh dicts, the rest as it is."""
     if isinstance(value, Mapping) or hasattr(value, "to_dict"):
-        return {key: _plain(value[key]) for key in value}
+        return {key: _plain(_item(value, key)) for key in value}
     return value
+
+
+def _item(group: Any, key: str) -> Any:
+    """A group's value; a ConfigDict's required placeholder that nobody has filled stands for itself."""
+    try:
+        return group[key]
+    except RequiredValueError:
+        return _REQUIRED
 
 
 def _overlay(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -419,6 +439,8 @@ def _build(cls: Any, tree: Any, path: str) -> Any:
 
 def convert(hint: Any, value: Any, path: str) -> Any:
     """`value` as the type that `hint` annotates, or ConfigError; text from a flag is parsed, nothing else is."""
+    if value is _REQUIRED:
+        raise ConfigError(f"{path}: required, and not set; set it: --config.{path}=VALUE")
     if isinstance(value, _Text):
         value = _parse(hint, str(value), path)
     return _check_type(hint, value, path)

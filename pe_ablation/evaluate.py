@@ -206,6 +206,7 @@ class _Scorer:
 
     def __init__(self, run: Run, evaluation: EvalConfig):
         self.run, self.evaluation, self.experiment = run, evaluation, run.experiment
+        self._refuse_other_code()
         self.train_length = self.experiment.train.length
         self.tokenizer = data.tokenizer(self.experiment.data)
         self.gpt = self.experiment.gpt(self.tokenizer.vocab_size)
@@ -216,6 +217,14 @@ class _Scorer:
         self.names = [self.tokens.names[index] for index in chosen]
         self.step = self._trained_step()
         self.stored = {cell["key"] for cell in run.cells() if cell["status"] != "OOM"}
+
+    def _refuse_other_code(self) -> None:
+        recorded, now = self.run.identity, config.training_identity(self.experiment)
+        if recorded != now:
+            raise EvaluationError(
+                f"{self.run.path}: trained as {recorded}, but {self.experiment.encoding.name} is now {now}: its code "
+                "has changed since; restore it, or train anew"
+            )
 
     def _trained_step(self) -> int:
         step = checkpoint.last_step(self.run.path / "checkpoints")

@@ -51,7 +51,7 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
     """
     from pe_ablation import data, evaluate
 
-    digests: dict[DataConfig, str] = {}
+    tokens: dict[DataConfig, data.TokenFile] = {}
     checked: set[tuple[DataConfig, EvalConfig, int]] = set()
     for experiment in (point.experiments[0] for point in points):
         if experiment.eval.split == "test":
@@ -59,13 +59,16 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
                 "eval.split: a launch scores 'validation' alone; once nothing is chosen any more, the test split is "
                 "opened by: pe-ablation evaluate RUNS --split test"
             )
-        if experiment.data not in digests:
-            digests[experiment.data] = data.load(experiment.data, "train").digest
+        source, train = experiment.data, experiment.train
+        if source not in tokens:
+            tokens[source] = data.load(source, "train")
+        sizes = {"block": source.block, "batch_tokens": train.batch_tokens, "length": train.length}
+        data.check_batches(tokens[source], **sizes, bos=source.bos)
         asked = (experiment.data, experiment.eval, experiment.train.length)
         if asked not in checked:
             evaluate.check(experiment)
             checked.add(asked)
-    return digests
+    return {source: file.digest for source, file in tokens.items()}
 
 
 def plan(points: Sequence[Point], workdir: Path, source: str | None, digests: Mapping[DataConfig, str]) -> list[Plan]:
@@ -206,7 +209,7 @@ class _Launch:
         ]
         pairs = [pair for each in plans for pair in zip(each.runs, each.point.experiments, strict=True)]
         self.experiments = {run.path: experiment for run, experiment in pairs}
-        self.attempts = {run.path: run.attempts() for job in self.jobs for run in job.runs}
+        self.attempts = {run.path: _ended(run) for job in self.jobs for run in job.runs}
         self.under_way: dict[subprocess.Popen, _UnderWay] = {}
 
     def run(self) -> int:
@@ -278,6 +281,11 @@ class _Launch:
         if states["running"]:
             print(f"{states['running']} runs are left to other launches, which hold them", flush=True)
         return 1
+
+
+def _ended(run: Run) -> int:
+    """How many attempts at a run have come to an end; one that is under way elsewhere hasn't."""
+    return run.attempts() - (run.status()[0] == "running")
 
 
 def is_complete(run: Run) -> bool:

@@ -160,7 +160,9 @@ class Run:
     def _recorded(self) -> dict[str, Any]:
         found = _read_json(self.path / "config.json")
         if found is None:
-            raise RecordError(f"{self.path}: not a run directory (no readable config.json)")
+            raise RecordError(
+                f"{self.path}: not a run directory (no readable config.json); if it was one, move it away to train anew"
+            )
         if found.get("format") != FORMAT:
             raise RecordError(f"{self.path}: run record of format {found.get('format')!r}; this version reads {FORMAT}")
         return found | {"experiment": config.completed(found["experiment"])}
@@ -241,6 +243,7 @@ class Run:
     def stop(self, reason: str) -> None:
         """Say that this attempt was asked to stop, which is no failure, and how far it got."""
         self.check_held()
+        (self.path / "error.json").unlink(missing_ok=True)  # of an attempt before this one
         lease.release(self._attempts, "stopped", reason)
 
     def close(self, state: Literal["failed", "stopped"], reason: str) -> None:

@@ -12,10 +12,11 @@ import logging
 import math
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import pandas as pd
 
@@ -61,13 +62,14 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     Raises ValueError for a folder that is absent or holds no run, and for two records of one point and seed.
     """
     root = Path(runs_dir)
-    runs = _readable(_find(root))
-    configs = _with_digests([run.config for run in runs])
-    _check_distinct(runs, configs)
+    described = _described(_find(root))
+    configs = _with_digests([each.config for each in described])
+    _check_distinct([each.run for each in described], configs)
     records = []
-    for run, config, variant, differs in zip(runs, configs, _variants(configs), _differing(configs), strict=True):
-        common = _about(config) | {"variant": variant, "differs": differs, "run": run.path.relative_to(root).as_posix()}
-        records += [common | cell for cell in _cells(run, config)]
+    for each, config, variant, differs in zip(described, configs, _variants(configs), _differing(configs), strict=True):
+        where = each.run.path.relative_to(root).as_posix()
+        common = _about(config) | {"variant": variant, "differs": differs, "run": where}
+        records += [common | cell for cell in _cells(each.run, config, each.readable)]
     frame = pd.DataFrame(records).reindex(columns=list(COLUMNS)).astype(COLUMNS)
     frame["ratio"] = frame.eval_length / frame.train_length
     return frame.sort_values(["train_length", "encoding", "variant", "seed"], kind="stable", ignore_index=True)
@@ -99,8 +101,7 @@ def write(
     chosen = [each._asdict() for each in selections(frame)]
     how = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
     judged = [verdicts.statistics(frame, runs_dir, **each, **how) for each in chosen]
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
+    out = folder(out_dir)
     atomic.write(out / "rows.csv", [to_csv(frame)])
     atomic.write(out / "stats.csv", [to_csv(pd.concat(judged))])
     sections = []
@@ -147,6 +148,18 @@ def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
     return kept.reset_index(drop=True)
 
 
+def folder(path: str | os.PathLike[str]) -> Path:
+    """A folder that can be written to, made if it isn't there; ValueError where it can't be."""
+    out = Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"{out}: cannot write a report here ({error.strerror}); name another folder: --out") from error
+    return out
+
+
 def to_csv(frame: pd.DataFrame) -> bytes:
     return frame.to_csv(index=False, na_rep="NaN").encode()
 
@@ -177,18 +190,34 @@ def _find(root: Path) -> list[record.Run]:
         ) from error
 
 
-def _readable(runs: list[record.Run]) -> list[record.Run]:
-    """The runs without those whose config.json is broken: one of them leaves the report of the others alone."""
-    kept = []
+class _Described(NamedTuple):
+    """A run and what its config.json says or, where that can't be read, what that of another seed says of it."""
+
+    run: record.Run
+    config: dict[str, Any]
+    readable: bool = True
+
+
+def _described(runs: list[record.Run]) -> list[_Described]:
+    """The runs: one whose config.json is broken counts as a failed seed of its point, where that is known."""
+    found, broken = [], []
     for run in runs:
         try:
-            run.config  # noqa: B018
-            kept.append(run)
+            found.append(_Described(run, run.config))
         except record.RecordError as error:
-            _log.warning("%s; left out", error)
-    if not kept:
+            broken.append((run, error))
+    if not found:
         raise ValueError(f"{runs[0].path.parent}: no run whose config.json can be read")
-    return kept
+    for run, error in broken:
+        other = next((each.config for each in found if each.run.path.parent == run.path.parent), None)
+        number = run.path.name.removeprefix("seed_")
+        if other is None or not number.isdigit():
+            _log.warning("%s; left out", error)
+            continue
+        _log.warning("%s; counted as failed", error)
+        experiment = {**other["experiment"], "seed": int(number)}
+        found.append(_Described(run, {**other, "seed": int(number), "experiment": experiment}, readable=False))
+    return found
 
 
 def _differing(configs: list[dict[str, Any]]) -> list[str]:
@@ -257,15 +286,14 @@ def fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {path: leaves[path] for path in leaves if path != "seed" and configuration.in_identity(path)}
 
 
-def _cells(run: record.Run, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _cells(run: record.Run, config: Mapping[str, Any], readable: bool) -> Iterator[dict[str, Any]]:
     """A run's stored cells, what it should have besides, and the derived null, each as part of a row."""
-    experiment = configuration.read(config["experiment"])
-    train, plan = experiment.train.length, experiment.eval
+    train, plan = config["experiment"]["train"]["length"], configuration.evaluation(config["experiment"])
     stored: dict[tuple[str, str, str], dict[tuple[str, int], Any]] = {}
     for protocol in plan.protocols:
         stored[protocol, plan.split, _canonical(plan.settings(protocol, train))] = {}
     planned = set(stored)
-    for cell in run.cells():
+    for cell in run.cells() if readable else ():  # whose they are isn't known
         group = (cell["protocol"], cell["split"], _canonical(cell["settings"]))
         stored.setdefault(group, {})[cell["null"], cell["length"]] = cell
     result = run.result() or {}

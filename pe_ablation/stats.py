@@ -21,6 +21,7 @@ import numpy as np
 RESAMPLES = 2000
 LEVEL = 0.95
 FEWEST = 6  # seeds of a sign-flip test: the smallest two-sided p, 2 / 2^n, is .0625 at 5 and .03125 at 6
+ROUNDING = 1e-12  # of the largest difference: less spread than this is that of float64 sums
 MOST = 24  # seeds whose sign patterns are counted one by one
 _SEEDS, _DOCUMENTS = 1, 2  # first halves of the Philox keys; the second is the number of units
 
@@ -148,7 +149,7 @@ def paired_t(differences: np.ndarray) -> Outcome:
     from scipy.special import stdtr
 
     n, mean, sd = moments(differences)
-    if not sd > 0:
+    if not sd > ROUNDING * np.max(np.abs(differences)):
         return Outcome(math.nan, math.nan, f"no spread over seeds at n = {n}")
     t = mean / (sd / math.sqrt(n))
     return Outcome(t, float(2 * stdtr(n - 1, -abs(t))))

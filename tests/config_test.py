@@ -402,6 +402,20 @@ def test_an_optional_field_keeps_its_type_through_none():
         config.read({"model": {"mlp_dim": None}}, {"model.mlp_dim": "abc"})
 
 
+def test_a_required_field_is_filled_or_asked_for():
+    file: Any = ConfigDict({"seed": config_dict.required_placeholder(int)})
+    assert config.read(file, {"seed": from_flag("3")}).seed == 3
+    with pytest.raises(ConfigError, match=r"seed: required, and not set; set it: --config\.seed=VALUE"):
+        config.read(file)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"seed": 1}])
+def test_a_config_that_is_none_is_refused(overrides):
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="config: expected a group of fields, got None"):
+        config.read(nothing, overrides)
+
+
 def test_reading_leaves_the_config_as_it_was():
     file: Any = ConfigDict({"train": {"steps": 500}})
     config.read(file, {"train.steps": 700, "eval.lengths": (64,)})

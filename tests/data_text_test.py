@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -47,6 +48,29 @@ def test_home_folder_and_single_file(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     write(folder, mine=b"text")
     assert documents(validation="~/mine", split="validation") == [("mine", b"text")]
+
+
+@pytest.mark.parametrize("fields", [
+    {"train": "t", "validation": "t"}, {"train": "t/*", "validation": "t/a"}, {"train": "t", "test": "link"},
+])  # fmt: skip
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_file_in_two_splits_is_told(folder, fields, backwards, caplog):
+    write(folder, t__a=b"one", t__b=b"two")
+    (folder / "link").symlink_to("t/a")
+    one, other = reversed(fields) if backwards else fields
+    assert documents(**fields, split=one)
+    assert re.search(rf"data\.text\.{one}: .*t/a is in data\.text\.{other} too", caplog.text)
+
+
+def test_a_split_that_is_missing_is_told_where_it_is_asked_for(folder):
+    write(folder, t__a=b"one")
+    assert documents(train="t", validation="gone") == [("a", b"one")]
+
+
+def test_an_empty_path_is_not_the_working_directory(folder):
+    write(folder, a=b"one")
+    with pytest.raises(ConfigError, match=r"data\.text\.train: empty"):
+        documents(train="")
 
 
 def test_every_byte_is_kept(folder):

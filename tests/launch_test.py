@@ -260,13 +260,17 @@ def test_a_run_whose_process_dies_meanwhile_is_taken_over(grid):
     assert [each["arm"] for each in grid.events("start")] == ["rope", "none"] and grid.run("none").attempts() == 2
 
 
-def test_what_failed_in_another_launch_meanwhile_is_left_to_the_next_one(grid, capsys):
+@pytest.mark.parametrize("began", ["after", "before"])
+def test_what_failed_in_another_launch_meanwhile_is_left_to_the_next_one(grid, capsys, began):
     grid.quick().points = grid.points[:2]
     plans = launch.plan(grid.points, grid.workdir, None, {})
-    ours = launch._Launch(plans, [Share()], grid.command)
     run = grid.run("rope")
     with OtherProcess() as other:
-        other("take", run.path / "attempts")
+        if began == "before":
+            other("take", run.path / "attempts")
+        ours = launch._Launch(plans, [Share()], grid.command)
+        if began == "after":
+            other("take", run.path / "attempts")
         (run.path / "error.json").write_text(record.dumps({"error": "ValueError: theirs", "time": ""}))
         other("release", run.path / "attempts", "failed")
     assert ours.run() == 1
@@ -483,11 +487,14 @@ def test_data_and_lengths_are_checked_before_a_directory_exists(tmp_path, monkey
             raise FileNotFoundError("data.text.validation: no file matches")
         return SimpleNamespace(digest=f"digest of {data.source}")
 
+    def check_batches(tokens, **sizes):
+        assert sizes == {"block": 64, "batch_tokens": 4096, "length": 64, "bos": "document"}, tokens
+
     def check(experiment):
         load(experiment.data, experiment.eval.split)
         scored.append((experiment.arm, experiment.eval.lengths))
 
-    monkeypatch.setattr(pe_ablation, "data", SimpleNamespace(load=load), raising=False)
+    monkeypatch.setattr(pe_ablation, "data", SimpleNamespace(load=load, check_batches=check_batches), raising=False)
     monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(check=check), raising=False)
     long = (64, 512)
     points = [point("none", seeds=(0, 1)), point("rope"), point("rope", eval={"lengths": long})]

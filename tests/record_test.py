@@ -157,6 +157,11 @@ def test_a_stopped_run_is_not_failed_and_starts_again(run):
     run.stop("trained to step 3, then SIGTERM")
     assert run.status() == ("stopped", "trained to step 3, then SIGTERM")
     run.start()
+    run.fail("ValueError: no")
+    assert run.reserve(run.attempts() + 1)  # and stopped before its process could begin
+    run.close("stopped", "SIGTERM")
+    assert run.status() == ("stopped", "SIGTERM")
+    run.start()
     run.finish({"status": "ok"})
     assert run.status() == ("done", "")
 

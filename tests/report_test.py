@@ -465,6 +465,35 @@ def test_a_broken_record_leaves_the_report_of_the_others_alone(tmp_path, caplog)
     assert broken.status() == ("failed", "config.json is unreadable")
 
 
+def test_a_seed_whose_record_broke_is_a_failed_seed_of_its_point(tmp_path, caplog):
+    """Its numbers are left out, and the mean is none of the others alone."""
+    for seed in range(3):
+        run = finished(tmp_path, seed=seed)
+    (run.path / "config.json").write_bytes((run.path / "config.json").read_bytes()[:20])
+    frame = read(tmp_path)
+    assert set(frame[frame.seed == 2].status) == {"failed"} and frame[frame.seed == 2].nats.isna().all()
+    assert "failed (2/3)" in report.to_markdown(frame, protocol="targets")
+    assert f"{run.path}" in caplog.text and "counted as failed" in caplog.text
+
+
+def test_records_are_read_without_the_code_that_made_them(tmp_path):
+    """A field of a later version, and an encoding whose file is gone."""
+    finished(tmp_path)
+    later = finished(tmp_path, "alibi")
+    recorded = json.loads((later.path / "config.json").read_text())
+    recorded["experiment"]["train"]["newer"] = 1
+    recorded["experiment"]["encoding"]["name"] = "/gone/mine.py:Mine"
+    (later.path / "config.json").write_text(json.dumps(recorded))
+    assert set(read(tmp_path).status) == {"ok"}
+
+
+def test_a_folder_that_takes_no_report_is_named(tmp_path):
+    finished(tmp_path / "runs")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write a report here .* --out"):
+        report.write(tmp_path / "runs", tmp_path / "file")
+
+
 def test_rows_on_unequal_terms_are_called_so(tmp_path):
     finished(tmp_path)
     finished(tmp_path, "alibi")

@@ -210,7 +210,7 @@ def test_paired_t_by_hand():
     assert found[:2] == pytest.approx((2 * math.sqrt(3), 1 - math.sqrt(12 / 14)))
 
 
-@pytest.mark.parametrize("differences", [[0.5], [0.5, 0.5, 0.5], [0.0, 0.0], [1.0, math.inf]])
+@pytest.mark.parametrize("differences", [[0.5], [0.5, 0.5, 0.5], [0.0, 0.0], [1.0, math.inf], [0.3, 0.1 + 0.2, 0.3]])
 def test_paired_t_without_spread_has_no_p(differences):
     found = stats.paired_t(np.array(differences))
     assert math.isnan(found.p) and found.note == f"no spread over seeds at n = {len(differences)}"

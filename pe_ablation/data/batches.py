@@ -26,8 +26,7 @@ class Batches:
     """
 
     def __init__(self, token_file: TokenFile, *, block: int, batch_tokens: int, length: int, seed: int, bos: str):
-        _check_sizes(len(token_file.stored), block, batch_tokens, length)
-        _check_bos(token_file, bos)
+        check(token_file, block=block, batch_tokens=batch_tokens, length=length, bos=bos)
         self._stored = token_file.stored
         self._block, self._length = block, length
         self._bos = _bos_id(token_file) if bos == "window" else None
@@ -94,6 +93,12 @@ def _iterator(order: _Order) -> Any:
 
 def _bos_id(token_file: TokenFile) -> int:
     return tokenizers.bos_id(token_file.tokenizer, token_file.vocab_size)
+
+
+def check(token_file: TokenFile, *, block: int, batch_tokens: int, length: int, bos: str) -> None:
+    """What `Batches` refuses, without making them."""
+    _check_sizes(len(token_file.stored), block, batch_tokens, length)
+    _check_bos(token_file, bos)
 
 
 def _check_sizes(tokens: int, block: int, batch_tokens: int, length: int) -> None:

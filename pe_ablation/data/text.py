@@ -6,6 +6,7 @@ directory, `~` is the home folder; folders are read with their subfolders, hidde
 """
 
 import glob
+import logging
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from pe_ablation.config import ConfigError, TextConfig
 from pe_ablation.data import jsonl
 from pe_ablation.data.documents import SPLITS, Corpus, Document, Split, dealt, digest
 
+_log = logging.getLogger(__name__)
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
 
 
@@ -132,11 +134,30 @@ def _from_paths(config: TextConfig, split: Split) -> list[Document]:
     if given is None:
         raise ConfigError(f"{field}: the {split} split is asked for, and not configured; give a folder, glob or file")
     documents: list[Document] = []
-    for name, path in _files(given, field):
+    files = _files(given, field)
+    _warn_of_shared(files, config, split)
+    for name, path in files:
         documents += _documents(name, _read(path, field), field, config)
     if not documents:
         raise ConfigError(f"{field}: {given!r} is empty: nothing {_borders(config)}")
     return documents
+
+
+def _warn_of_shared(files: list[tuple[str, Path]], config: TextConfig, split: Split) -> None:
+    """A warning where a file is in two splits: good for a trial, no measurement."""
+    own = {path.resolve() for _, path in files}
+    for other in SPLITS:
+        given = getattr(config, other)
+        if other == split or given is None:
+            continue
+        try:
+            shared = own & {path.resolve() for _, path in _files(given, f"data.text.{other}")}
+        except ConfigError:  # told where that split is asked for
+            continue
+        if shared:
+            _log.warning(
+                "data.text.%s: %s is in data.text.%s too: what was learned is measured", split, min(shared), other
+            )
 
 
 def _documents(name: str, content: bytes, field: str, config: TextConfig) -> list[Document]:
@@ -159,6 +180,8 @@ def _borders(config: TextConfig) -> str:
 
 def _files(given: str, field: str) -> list[tuple[str, Path]]:
     """Names, by which they are sorted, and paths of the files that a folder, glob or path stands for."""
+    if not given:
+        raise ConfigError(f"{field}: empty; give a folder, a glob or a file")
     path = Path(given).expanduser()
     if path.is_file():
         return [(path.name, path)]
