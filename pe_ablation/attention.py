@@ -7,6 +7,7 @@ order of slots. Letters: B batch, T queries, S keys, H heads, D head dim.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,21 +22,27 @@ DENSE_LIMIT = 2**21  # B*H*T*S scores past which `auto` takes `blockwise`: past 
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["window"], meta_fields=["causal", "segments", "ordered"]
+    jax.tree_util.register_dataclass,
+    data_fields=["window", "sinks", "recent"],
+    meta_fields=["causal", "segments", "ordered"],
 )
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """Who sees whom, by position. Window w sees w keys, the query itself among them; None sees all.
 
     `window` may be a traced int32, so that two windows share one compiled program; `causal=False` is for `none` alone;
-    `segments=True` keeps a query to the keys of its own segment. `ordered=True` promises that slots are in the order of
-    their positions, the same for queries and keys: blockwise then leaves out most of what no query sees.
+    `segments=True` keeps a query to the keys of its own segment. With `recent` a query sees the key positions below
+    `sinks`, the `recent` before its own, and itself (Xiao et al. 2024, arXiv:2309.17453). `ordered=True` promises that
+    slots are in the order of their positions, the same for queries and keys: blockwise then leaves out most of what no
+    query sees.
     """
 
     causal: bool = True
     window: int | jax.Array | None = None
     segments: bool = False
     ordered: bool = False
+    sinks: int | jax.Array = 0
+    recent: int | jax.Array | None = None
 
     def narrowed(self, window: int | None) -> "Mask":
         """The same mask with the smaller of the two windows."""
@@ -52,11 +59,33 @@ class Mask:
             seen &= key <= query
         if self.window is not None:
             seen &= distance(q, k) < self.window
+        if self.recent is not None:
+            seen &= (distance(q, k) <= self.recent) | (key < self.sinks)
         if self.segments:
             if q.segment is None or k.segment is None:
                 raise ValueError("Mask(segments=True) needs Tokens.segment on both sides")
             seen &= q.segment[:, :, None] == k.segment[:, None, :]
         return seen
+
+
+Positions = Callable[[jax.Array], jax.Array]  # int32 [B or 1,T] -> the same shape
+
+
+class View(NamedTuple):
+    """Other positions for some pairs of a query and a key than their own, such as a cache's.
+
+    query, key: int32 positions [B or 1,T] -> positions as the encoding is shown them. `when`: (query positions
+    [B or 1,T,1], key positions [B or 1,1,S]) -> bool, the pairs that the view is for, by their own positions. All of
+    its keys lie in the first `slots` key slots (None: anywhere), so that scores of others are not computed.
+    """
+
+    query: Positions
+    key: Positions
+    when: Callable[[jax.Array, jax.Array], jax.Array]
+    slots: int | None = None
+
+
+PLAIN = View(lambda pos: pos, lambda pos: pos, lambda query, key: (query >= 0) & (key >= 0))
 
 
 class Dropout(NamedTuple):
@@ -73,29 +102,36 @@ def attend(
     v: jax.Array,
     *,
     mask: Mask | None = None,
+    views: Sequence[View] = (),
     dropout: Dropout | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Softmax attention of q over k and values v [B,S,H,D] -> [B,T,H,D], in v's dtype.
 
     Positions may be [T] or [B or 1,T]. Logits, softmax and sums are float32. A row that sees nothing gives 0; what an
-    empty slot (negative position) holds reaches no output and no gradient. Blockwise is linear in memory, forwards and
-    backwards; `auto` takes what `chosen` says. The two drop different weights.
-    Raises ValueError for an unknown implementation and for a non-causal mask with an encoding that adds order.
+    empty slot (negative position) holds reaches no output and no gradient. The first of `views` holds for all pairs,
+    a later one for those it is for; none: positions as they are. The mask sees positions as they are, always. Blockwise
+    is linear in memory, forwards and backwards; `auto` takes what `chosen` says. The two drop different weights.
+    Raises ValueError for an unknown implementation, for a non-causal mask with an encoding that adds order, and for
+    several views of an encoding that orders all keys of a query.
     """
     mask = Mask() if mask is None else mask
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: {implementation!r} is not allowed; allowed: {', '.join(IMPLEMENTATIONS)}")
     if not mask.causal and type(encoding) is not Encoding:
         raise ValueError(f"Mask(causal=False) is defined for the encoding `none` alone, not {type(encoding).__name__}")
+    if len(views) > 1 and encoding.scores is Scores.ROW:
+        raise ValueError(f"views: {type(encoding).__name__} orders all keys of a query, so it takes one view at most")
     q, k = _clean(q), _clean(k)
     v = _blank(v, k.pos)
-    query, key = encoding.query(q.vec, q.pos), encoding.key(k.vec, k.pos)
+    views = views or (PLAIN,)
+    queries = [_shown(encoding.query, q, None, view.query) for view in views]
+    keys = [_shown(encoding.key, k, view.slots, view.key) for view in views]
     batch, length, heads, _ = q.vec.shape
-    tile = functools.partial(_tile, encoding, mask)
+    tile = functools.partial(_tile, encoding, mask, [view.when for view in views])
     if chosen(implementation, batch, heads, length, k.vec.shape[1]) == "dense":
-        return tile((key, k, v), query, q, dropout)
-    return _blockwise(tile, (key, k, v), query, q, dropout, mask.causal and mask.ordered)
+        return tile((keys, k, v), queries, q, dropout)
+    return _blockwise(tile, (keys, k, v), queries, q, dropout, mask.causal and mask.ordered)
 
 
 def chosen(implementation: str, batch: int, heads: int, queries: int, keys: int) -> str:
@@ -104,6 +140,24 @@ def chosen(implementation: str, batch: int, heads: int, queries: int, keys: int)
         return implementation
     few = batch * heads * queries * keys <= DENSE_LIMIT and queries < STRIPES * BLOCK
     return "dense" if few else "blockwise"
+
+
+class _Shown(NamedTuple):
+    """What one view makes of a side of attention: the encoding's projection, and the positions it was shown."""
+
+    projected: jax.Array
+    pos: jax.Array
+
+    def of(self, tokens: Tokens) -> Tokens:
+        """The tokens at these positions."""
+        slots = self.pos.shape[1]
+        return jax.tree.map(lambda x: x[:, :slots], tokens)._replace(pos=self.pos)
+
+
+def _shown(project: Callable[..., jax.Array], tokens: Tokens, slots: int | None, moved: Positions) -> _Shown:
+    vec, pos = tokens.vec[:, :slots], tokens.pos[:, :slots]
+    pos = jnp.where(pos >= 0, moved(pos), pos)
+    return _Shown(project(vec, pos), pos)
 
 
 def _clean(tokens: Tokens) -> Tokens:
@@ -117,14 +171,18 @@ def _blank(x: jax.Array, pos: jax.Array) -> jax.Array:
     return jnp.where((pos >= 0)[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-def _tile(encoding, mask, keys, query, q, dropout):
-    """Attention of some queries over some keys (projected, as they are, and their values): [B,T,H,D]."""
-    key, k, v = keys
-    scores = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32) * q.vec.shape[-1] ** -0.5
+def _tile(encoding, mask, whens, keys, queries, q, dropout):
+    """Attention of some queries over some keys, both as each view shows them and as they are: [B,T,H,D]."""
+    keys, k, v = keys
+    views = list(zip(whens, queries, keys, strict=True))
     seen = mask.tile(q, k)[:, None]
-    if encoding.scores is Scores.ROW:
-        scores = jnp.where(seen, scores, -jnp.inf)
-    logits = jnp.where(seen, encoding.logits(scores, q, k), -jnp.inf)
+    logits = _scores(encoding, *views[0][1:], q, k, seen)
+    for when, query, key in views[1:]:
+        own = key.pos.shape[1]
+        here = when(q.pos[:, :, None], k.pos[:, None, :own])[:, None]
+        moved = jnp.where(here, _scores(encoding, query, key, q, k, seen[..., :own]), logits[..., :own])
+        logits = jnp.concatenate([moved, logits[..., own:]], axis=-1)
+    logits = jnp.where(seen, logits, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=-1)
@@ -132,23 +190,47 @@ def _tile(encoding, mask, keys, query, q, dropout):
         keep = jax.random.bernoulli(dropout.key, 1.0 - dropout.rate, weights.shape)
         weights = jnp.where(keep, weights / (1.0 - dropout.rate), 0.0)
     out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    extra = encoding.values(weights, q, k)
-    out = out if extra is None else out + extra
+    out = sum(_values(encoding, views, weights, q, k), out)
     return (out / jnp.where(total > 0, total, 1.0).swapaxes(1, 2)[..., None]).astype(v.dtype)
 
 
-def _blockwise(tile, keys, query, q, dropout, ordered):
+def _scores(encoding, query, key, q, k, seen):
+    """float32 logits [B,H,T,S] of the keys that one view is shown."""
+    scores = jnp.einsum("bthd,bshd->bhts", query.projected, key.projected, preferred_element_type=jnp.float32)
+    scores = scores * q.vec.shape[-1] ** -0.5
+    if encoding.scores is Scores.ROW:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    return encoding.logits(scores, query.of(q), key.of(k))
+
+
+def _values(encoding, views, weights, q, k):
+    """What the encoding adds to the weighted values, a view at a time: the last that a pair is for has its weight."""
+    left = weights
+    for when, query, key in reversed(views[1:]):
+        own = key.pos.shape[1]
+        here = when(q.pos[:, :, None], k.pos[:, None, :own])[:, None]
+        share = encoding.values(jnp.where(here, left[..., :own], 0.0), query.of(q), key.of(k))
+        left = jnp.concatenate([jnp.where(here, 0.0, left[..., :own]), left[..., own:]], axis=-1)
+        if share is not None:
+            yield share
+    _, query, key = views[0]
+    share = encoding.values(left, query.of(q), key.of(k))
+    if share is not None:
+        yield share
+
+
+def _blockwise(tile, keys, queries, q, dropout, ordered):
     """`tile` over blocks of queries, each recomputed backwards, so that one block's scores live at a time.
 
     Ordered queries go in up to STRIPES stripes of blocks, each over no more keys than its last query may see.
     """
-    batch, length = query.shape[:2]
+    batch, length = q.vec.shape[:2]
     blocks = -(-length // BLOCK)
 
     @jax.checkpoint
-    def block(keys, index, query, q):
+    def block(keys, index, queries, q):
         own = None if dropout is None else dropout._replace(key=jax.random.fold_in(dropout.key, index))
-        return tile(keys, query, q, own)
+        return tile(keys, queries, q, own)
 
     def split(x, fill=0):
         """[B,T,...] -> [blocks,B,BLOCK,...]."""
@@ -159,7 +241,7 @@ def _blockwise(tile, keys, query, q, dropout, ordered):
         seen = jax.tree.map(lambda x: x[:, : end * BLOCK], keys) if ordered else keys
         return jax.lax.map(lambda each: block(seen, *each), jax.tree.map(lambda x: x[begin:end], parts))
 
-    parts = jnp.arange(blocks), split(query), jax.tree.map(split, q)._replace(pos=split(q.pos, fill=-1))
+    parts = jnp.arange(blocks), jax.tree.map(split, queries), jax.tree.map(split, q)._replace(pos=split(q.pos, fill=-1))
     stripes = min(blocks, STRIPES) if ordered else 1
     ends = [blocks * number // stripes for number in range(stripes + 1)]
     out = jnp.concatenate([stripe(begin, end) for begin, end in itertools.pairwise(ends)])

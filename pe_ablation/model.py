@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,9 @@ from flax import nnx
 from jax.core import Tracer
 
 from pe_ablation import encodings
-from pe_ablation.attention import IMPLEMENTATIONS, Dropout, Mask, attend
-from pe_ablation.encodings import Encoding, Tokens
+from pe_ablation.attention import IMPLEMENTATIONS, Dropout, Mask, View, attend
+from pe_ablation.cache import Cache, Layer, Past
+from pe_ablation.encodings import Encoding, Scores, Tokens
 from pe_ablation.encodings.base import INIT_STDDEV
 
 EPSILON = 1e-5
@@ -217,32 +218,49 @@ class Block(nnx.Module):
         self.mlp_out = _linear(key, "mlp_out", config.hidden_dim, dim, residual, dtype)
 
     def __call__(
-        self, x: jax.Array, pos: jax.Array, encoding: Encoding, mask: Mask, dropout_key: jax.Array | None
-    ) -> jax.Array:
-        """x [B,T,M], pos int32 [B or 1,T] -> [B,T,M]."""
+        self,
+        x: jax.Array,
+        pos: jax.Array,
+        encoding: Encoding,
+        mask: Mask,
+        dropout_key: jax.Array | None,
+        *,
+        past: Past | None = None,
+        views: Sequence[View] = (),
+    ) -> tuple[jax.Array, Layer | None]:
+        """x [B,T,M], pos int32 [B or 1,T] -> [B,T,M], and what `past` is with these tokens written to it."""
         rate = self.config.dropout_residual
-        x = x + _drop(self._attention(x, pos, encoding, mask, dropout_key), rate, dropout_key, "attention_residual")
-        return x + _drop(self._mlp(x), rate, dropout_key, "mlp_residual")
+        out, layer = self._attention(x, pos, encoding, mask, dropout_key, past, views)
+        x = x + _drop(out, rate, dropout_key, "attention_residual")
+        return x + _drop(self._mlp(x), rate, dropout_key, "mlp_residual"), layer
 
-    def _attention(self, x, pos, encoding, mask, dropout_key):
-        batch, length, dim = x.shape
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values [B,T,H,D] of normalised input x [B,T,M]."""
+        heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
+        q, k, v = (part.reshape(heads) for part in jnp.split(self.qkv(x.reshape(-1, x.shape[-1])), 3, axis=-1))
+        return q, k, v
+
+    def _attention(self, x, pos, encoding, mask, dropout_key, past, views):
         normed = self.attention_norm(x)
-        heads = (batch, length, self.config.num_heads, self.config.head_dim)
-        q, k, v = (part.reshape(heads) for part in jnp.split(self.qkv(normed.reshape(-1, dim)), 3, axis=-1))
-        found = encoding.state(normed, pos, None)
-        state = None if found is None else found[0]
+        q, k, v = self.project(normed)
+        state, carry = encoding.state(normed, pos, None if past is None else past.layer.carry) or (None, None)
+        keys, values, layer = Tokens(k, pos, state), v, None
+        if past is not None:
+            layer = past.written(keys, v, carry)
+            keys, values = past.followed_by(keys, v)
         rate = self.config.dropout_attention
         dropout = None if dropout_key is None or rate == 0.0 else Dropout(rate, keyed(dropout_key, "attention"))
         out = attend(
             encoding,
             Tokens(q, pos, state),
-            Tokens(k, pos, state),
-            v,
+            keys,
+            values,
             mask=mask,
+            views=views,
             dropout=dropout,
             implementation=self.config.implementation,
         )
-        return self.attention_out(out.reshape(-1, dim)).reshape(x.shape)
+        return self.attention_out(out.reshape(-1, x.shape[-1])).reshape(x.shape), layer
 
     def _mlp(self, x):
         hidden = self.mlp_in(self.mlp_norm(x).reshape(-1, x.shape[-1]))
@@ -277,12 +295,28 @@ class GPT(nnx.Module):
         limits = [each.max_position for each in self.encodings]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    @property
+    def absolute(self) -> bool:
+        """Whether positions enter at the input, so that keys and values of every layer hold them."""
+        return any(type(each).embed is not Encoding.embed for each in self.encodings)
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether nothing depends on a position but through the distance of two."""
+        return all(each.shift_invariant for each in self.encodings)
+
+    @property
+    def row(self) -> bool:
+        """Whether an encoding orders all keys of a query."""
+        return any(each.scores is Scores.ROW for each in self.encodings)
+
     def __call__(
         self,
         tokens: jax.Array,
         positions: jax.Array | None = None,
         *,
         mask: Mask | None = None,
+        views: Sequence[View] = (),
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """tokens int32 [B,T], positions int32 [T] or [B or 1,T] (default 0..T-1) -> logits float32 [B,T,V].
@@ -290,41 +324,115 @@ class GPT(nnx.Module):
         Without `dropout_key` nothing is dropped. Outside a trace, ids past the vocabulary and positions past the
         encoding's table raise ValueError; inside one they give NaN.
         """
-        config = self.config
         mask = dataclasses.replace(mask or Mask(), ordered=positions is None)
         pos = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
         pos = pos[None] if pos.ndim == 1 else pos
+        x = self.embed(tokens, pos, dropout_key)
+        return self._logits(self._layers(x, pos, mask, views, dropout_key)[0])
+
+    def decode(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: Cache,
+        *,
+        mask: Mask | None = None,
+        views: Sequence[View] = (),
+        embed_positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """The tokens that follow a cache: int32 [B,T] at positions [B,T] (-1: no token) -> logits [B,T,V], the cache.
+
+        They attend to the cache and to each other, then are written: what they push out, they still see. `mask` is what
+        the cache keeps, unless given. `embed_positions` are what an encoding added at the input is shown, if not
+        `positions`. Outside a trace, a token that has no place raises ValueError, in one its logits are NaN.
+        """
+        pos = jnp.asarray(positions, jnp.int32)
+        cache.refuse_overflow(pos)
+        x = self.embed(tokens, pos if embed_positions is None else embed_positions)
+        x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
+        x = jnp.where(cache.fits(pos)[:, :, None], x, jnp.nan)
+        x, layers = self._layers(x, pos, mask or Mask(sinks=cache.sinks, recent=cache.recent), views, None, cache)
+        return self._logits(x), cache.followed_by(tokens, pos, layers)
+
+    def cache(
+        self, batch: int, slots: int, *, sinks: int = 0, recent: int | None = None, dtype: Any = jnp.float32
+    ) -> Cache:
+        """An empty cache for `batch` rows of `slots` tokens; keys and values are kept in `dtype`.
+
+        With `recent`, slots = sinks + recent and the oldest token but the sinks makes place for a new one.
+        """
+        config = self.config
+        groups = config.num_layers // len(config.slots)
+        shape = (groups, batch, slots, config.num_heads, config.head_dim)
+
+        def layer(which: int) -> Layer:
+            normed = jax.ShapeDtypeStruct((batch, 1, config.model_dim), DTYPES[config.dtype])
+            pos = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+            encoding = self._encoding_of(which)
+            found = jax.eval_shape(lambda x, pos: encoding.state(x, pos, None), normed, pos)
+            keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+            if found is None:
+                return Layer(keys, values, None, None)
+            state, carry = found
+            states = jnp.zeros((*shape[:3], *state.shape[2:]), state.dtype)
+            return Layer(keys, values, states, jnp.zeros((groups, *carry.shape), carry.dtype))
+
+        layers = tuple(layer(which) for which, _ in config.uses)
+        return Cache.empty(layers, batch, slots, sinks, recent)
+
+    def embed(self, tokens: jax.Array, pos: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """The first block's input [B,T,M] of int32 tokens [B,T] at positions [B or 1,T]."""
+        config = self.config
         refuse_tokens(tokens, config.vocab_size)
         refuse_positions(pos, self.max_position)
         rows = jnp.where(tokens < 0, config.vocab_size, tokens)  # a negative index would count from the end
         x = jnp.take(self.embedding[...], rows, axis=0, mode="fill", fill_value=jnp.nan) * config.embed_scale
         x = jnp.where((pos >= 0)[..., None], x, 0.0).astype(DTYPES[config.dtype])
-        x = self.encodings[0].embed(x, pos)
-        x = _drop(x, config.dropout_embed, dropout_key, "embed")
-        x = self.norm(self._layers(x, pos, mask, dropout_key))
-        table = self.embedding[...].astype(x.dtype)
-        return jnp.einsum("btm,vm->btv", x, table, preferred_element_type=jnp.float32)
+        return _drop(self.encodings[0].embed(x, pos), config.dropout_embed, dropout_key, "embed")
 
-    def _layers(self, x, pos, mask, dropout_key):
+    def first_layer(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B,T,H,D] of the first block for its input [B,T,M]."""
+        graph, state = nnx.split(self.blocks[0])
+        block = nnx.merge(graph, jax.tree.map(lambda p: p[0], state))
+        return block.project(block.attention_norm(x))[1:]
+
+    def _logits(self, x):
+        x = self.norm(x)
+        return jnp.einsum("btm,vm->btv", x, self.embedding[...].astype(x.dtype), preferred_element_type=jnp.float32)
+
+    def _encoding_of(self, which):
+        """One layer's encoding of those that are alike."""
+        graph, own, shared = _per_layer(self.config, self.config.distinct[which], self.encodings[which])
+        return nnx.merge(graph, jax.tree.map(lambda p: p[0], own), shared)
+
+    def _layers(self, x, pos, mask, views, dropout_key, cache=None):
         config = self.config
         groups = config.num_layers // len(config.slots)
         block_defs, block_states = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         parts = [_per_layer(config, *each) for each in zip(config.distinct, self.encodings, strict=True)]
         stacks = [jax.tree.map(lambda p: p.reshape(groups, -1, *p.shape[1:]), own) for _, own, _ in parts]
 
+        source = None if cache is None else cache.source(pos)
+
         def group(x, scanned):
-            index, blocks, own = scanned
+            index, blocks, own, kept = scanned
+            layers = []
             for number, (which, copy) in enumerate(config.uses):
                 graph, _, shared = parts[which]
                 encoding = nnx.merge(graph, jax.tree.map(lambda p, copy=copy: p[copy], own[which]), shared)
                 layer = index * len(config.slots) + number
                 key = None if dropout_key is None else jax.random.fold_in(dropout_key, layer)
                 block = nnx.merge(block_defs[number], blocks[number])
-                x = block(x, pos, encoding, mask.narrowed(config.slots[number].window), key)
-            return x, None
+                past = None if cache is None else Past(kept[number], cache.pos, source)
+                narrowed = mask.narrowed(config.slots[number].window)
+                x, written = block(x, pos, encoding, narrowed, key, past=past, views=views)
+                layers.append(written)
+            return x, tuple(layers)
 
         body = jax.checkpoint(group) if config.remat else group
-        return jax.lax.scan(body, x, (jnp.arange(groups), block_states, stacks), unroll=min(groups, UNROLL))[0]
+        kept = None if cache is None else cache.layers
+        scanned = (jnp.arange(groups), block_states, stacks, kept)
+        return jax.lax.scan(body, x, scanned, unroll=min(groups, UNROLL))
 
 
 def _stacked(build: Callable[[jax.Array], nnx.Module], keys: list[jax.Array]) -> Any:

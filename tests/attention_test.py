@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from sample_encodings import Cope, Fox, Shaw, draw
 
 from pe_ablation import attention, encodings
 from pe_ablation.attention import Dropout, Mask, attend, chosen
-from pe_ablation.encodings import Encoding, Scores, Sizes, Tokens, distance
+from pe_ablation.encodings import Encoding, Sizes, Tokens
 from pe_ablation.model import GPT, Block, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -24,10 +25,6 @@ both = pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 3)
-
-
-def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def means(query_positions, key_positions, mask=None, implementation="dense", segments=(None, None)):
@@ -182,7 +179,7 @@ def test_ordered_stripes_leave_out_scores_that_no_query_sees(monkeypatch):
 def test_a_model_with_given_positions_promises_no_order(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        attention, "_blockwise", lambda tile, keys, query, q, dropout, ordered: seen.append(ordered) or q.vec
+        attention, "_blockwise", lambda tile, keys, queries, q, dropout, ordered: seen.append(ordered) or q.vec
     )
     model = GPT(
         GPTConfig(
@@ -231,65 +228,6 @@ def test_dropout_acts_on_weights_and_keeps_their_mean(implementation):
 
 
 # Hooks that no registered encoding uses yet, by encodings of the tests against loops
-
-
-class Shaw(Encoding):
-    """A learned vector per clipped distance, added to keys and to values."""
-
-    scores = Scores.CONTENT
-
-    def __init__(self, sizes, rngs, *, clip: int = 3):
-        self.clip = clip
-        self.keys = nnx.Param(draw(30, clip + 1, sizes.head_dim))
-        self.vectors = nnx.Param(draw(31, clip + 1, sizes.head_dim))
-
-    def _rows(self, table, q, k):
-        return table[...][jnp.minimum(distance(q, k), self.clip)]
-
-    def logits(self, a, q, k):
-        return a + jnp.einsum("bthd,btsd->bhts", q.vec, self._rows(self.keys, q, k)) / np.sqrt(q.vec.shape[-1])
-
-    def values(self, w, q, k):
-        return jnp.einsum("bhts,btsd->bthd", w, self._rows(self.vectors, q, k))
-
-
-class Fox(Encoding):
-    """A forget gate per token and head; the log of a path's gates is a difference of their cumulative sums."""
-
-    scores = Scores.CONTENT
-
-    def __init__(self, sizes, rngs):
-        self.gate = nnx.Param(draw(32, sizes.model_dim, sizes.num_heads))
-
-    def state(self, x, pos, last):
-        forget = jax.nn.log_sigmoid(x.astype(jnp.float32) @ self.gate[...])
-        total = jnp.cumsum(jnp.where((pos >= 0)[..., None], forget, 0.0), axis=1)[..., None]
-        total = total if last is None else total + last[:, None]
-        return total, total[:, -1]
-
-    def logits(self, a, q, k):
-        return a + jnp.swapaxes(q.state, 1, 2) - jnp.transpose(k.state, (0, 2, 3, 1))
-
-
-class Cope(Encoding):
-    """Positions counted by gates: all keys of a query are needed, in the order of their positions."""
-
-    scores = Scores.ROW
-
-    def __init__(self, sizes, rngs, *, count: int = 4):
-        self.count = count
-        self.table = nnx.Param(draw(33, sizes.head_dim, count))
-
-    def logits(self, a, q, k):
-        gates = jax.nn.sigmoid(a)
-        later = (k.pos[:, None, :] >= k.pos[:, :, None]).astype(jnp.float32)  # [B,S key,S at or after it]
-        place = jnp.minimum(jnp.einsum("bhts,bjs->bhtj", gates, later), self.count - 1)
-        by_place = jnp.einsum("bthd,dn->bhtn", q.vec, self.table[...])
-        low = jnp.floor(place).astype(jnp.int32)
-        below, above = (
-            jnp.take_along_axis(by_place, jnp.minimum(each, self.count - 1), axis=-1) for each in (low, low + 1)
-        )
-        return a + below + (place - low) * (above - below)
 
 
 def shaw_loops(encoding, q, k, v, query_positions, key_positions):
@@ -367,7 +305,7 @@ def test_the_state_hook_reaches_logits_through_the_model(implementation, monkeyp
     encoding = Fox(Sizes(H, D, M, 16), nnx.Rngs(0))
     x = draw(35, 2, 5, M)
     position = jnp.asarray([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]])
-    found = jax.jit(lambda x: block(x, position, encoding, Mask(), None) - x)(x)
+    found = jax.jit(lambda x: block(x, position, encoding, Mask(), None)[0] - x)(x)
 
     normed = np.asarray(x, np.float64)
     normed = (normed - normed.mean(-1, keepdims=True)) / np.sqrt(normed.var(-1, keepdims=True) + 1e-5)

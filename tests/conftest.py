@@ -26,3 +26,11 @@ def usual_compilation():
     jax.config.update(FLAG, False)
     yield
     jax.config.update(FLAG, before)
+
+
+@pytest.fixture
+def rolled_layers(monkeypatch):
+    """One layer a loop step, compiled once whatever the depth."""
+    from pe_ablation import model
+
+    monkeypatch.setattr(model, "UNROLL", 1)

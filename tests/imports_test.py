@@ -74,9 +74,14 @@ def test_attention_imports_the_base_of_encodings_alone():
     assert found and not under(found, "pe_ablation.encodings.base")
 
 
-def test_model_imports_encodings_and_attention_alone():
+def test_the_cache_imports_the_base_of_encodings_alone():
+    found = own(PACKAGE / "cache.py")
+    assert found and not under(found, "pe_ablation.encodings.base")
+
+
+def test_model_imports_encodings_attention_and_cache_alone():
     found = own(PACKAGE / "model.py")
-    assert not under(found, "pe_ablation.encodings", "pe_ablation.attention")
+    assert not under(found, "pe_ablation.encodings", "pe_ablation.attention", "pe_ablation.cache")
     assert under(found, "pe_ablation.encodings") and under(found, "pe_ablation.attention")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gpt2_oracle import gpt2
+from tiny_models import LINEARS, TINY, abstract_parts, by_path, for_gpt2, forward, ids, perturbed, tiny
 
 from pe_ablation import encodings
 from pe_ablation.attention import Mask
@@ -17,72 +18,10 @@ from pe_ablation.model import GPT, Block, GPTConfig, count_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-TINY = GPTConfig(vocab_size=13, num_layers=2, num_heads=2, model_dim=8, train_length=16, encoding="none")
 NO_WINDOW = 2**31 - 1
-LINEARS = ("qkv", "attention_out", "mlp_in", "mlp_out")
-
-
-def tiny(**changes):
-    return dataclasses.replace(TINY, **changes)
-
-
-@functools.cache
-def abstract_parts(config):
-    """(graph, shapes) of a decoder, by the text of its configuration, which a mapping of options keeps from hashing."""
-    return nnx.split(nnx.eval_shape(lambda: GPT(eval(config), rngs=nnx.Rngs(0))))
-
-
-def perturbed(config, seed=0):
-    """(graph, parameters) of a decoder far from its initial values: every bias and scale matters."""
-    random = np.random.default_rng(seed)
-    graph, abstract = abstract_parts(repr(config))
-
-    def draw(path, p):
-        centre = 1.0 if "scale" in path else 0.0
-        return jnp.asarray(centre + 0.3 * random.standard_normal(p.shape), jnp.float32)
-
-    flat = [(path, draw(path, leaf)) for path, leaf in nnx.to_flat_state(abstract)]
-    filled = jax.tree.unflatten(jax.tree.structure(abstract), [value for _, value in flat])
-    return graph, filled
-
-
-def by_path(parameters):
-    return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(parameters)}
-
-
-@functools.cache
-def forward(graph):
-    """Jitted parameters, tokens -> logits."""
-    return jax.jit(lambda parameters, tokens: nnx.merge(graph, parameters)(tokens))
-
-
-def ids(config, *shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, shape), jnp.int32)
 
 
 # GPT-2 itself
-
-
-def for_gpt2(config, parameters):
-    """The weights that the oracle reads, in float64, layer by layer."""
-    flat = {path: value.astype(np.float64) for path, value in by_path(parameters).items()}
-    period = len(config.slots)
-
-    def layer(number):
-        def pair(name, first):
-            path = f"blocks/{number % period}/{name}"
-            return flat[f"{path}/{first}"][number // period], flat[f"{path}/bias"][number // period]
-
-        linears = {name: pair(name, "kernel") for name in LINEARS}
-        norms = {name: pair(name, "scale") for name in ("attention_norm", "mlp_norm")}
-        return linears | norms | {"window": config.slots[number % period].window}
-
-    return {
-        "embedding": flat["embedding"],
-        "position": flat.get("encodings/0/table"),
-        "norm": (flat["norm/scale"], flat["norm/bias"]),
-        "layers": [layer(number) for number in range(config.num_layers)],
-    }
 
 
 SHAPES = [
@@ -246,7 +185,7 @@ def test_the_scan_equals_a_loop_over_layers(pattern, sharing):
                 lambda p, layer=layer: p[layer // len(slots)], parameters["blocks"][layer % len(slots)]
             )
             mask = Mask(window=slots[layer % len(slots)][1])
-            x = nnx.merge(one_block, state)(x, position, encoding_of(layer), mask, None)
+            x = nnx.merge(one_block, state)(x, position, encoding_of(layer), mask, None)[0]
         return model.norm(x) @ parameters["embedding"][...].T
 
     np.testing.assert_allclose(forward(graph)(parameters, tokens), loop(parameters), rtol=1e-5, atol=1e-5)
@@ -375,7 +314,7 @@ def test_positions_may_be_left_out_or_of_one_row():
 
 def test_embedding_dropout_zeroes_its_share_and_scales_the_rest(monkeypatch):
     """Without layers and norm, logits are the embedded token times the table, which can be undone."""
-    monkeypatch.setattr(GPT, "_layers", lambda self, x, *rest: x)
+    monkeypatch.setattr(GPT, "_layers", lambda self, x, *rest: (x, None))
     graph, parameters = perturbed(tiny(vocab_size=8, dropout_embed=0.25))
     model = nnx.merge(graph, parameters)
     model.norm = lambda x: x
@@ -402,8 +341,8 @@ def test_dropout_inside_a_block_keeps_the_mean(field):
     block.mlp_out.bias[...] = jnp.zeros(8)
     x = jnp.asarray(random.standard_normal((1, 5, 8)), jnp.float32)
     encoding = encodings.make("none", num_heads=2, head_dim=4, model_dim=8, train_length=16, rngs=nnx.Rngs(0))
-    plain = block(x, FIVE[:1], encoding, Mask(), None)
-    samples = jax.jit(jax.vmap(lambda key: block(x, FIVE[:1], encoding, Mask(), key)))(
+    plain = block(x, FIVE[:1], encoding, Mask(), None)[0]
+    samples = jax.jit(jax.vmap(lambda key: block(x, FIVE[:1], encoding, Mask(), key)[0]))(
         jax.random.split(jax.random.key(0), 1024)
     )
     deviation = samples.std(axis=0)
