@@ -38,18 +38,20 @@ class Past(NamedTuple):
 
     def followed_by(self, keys: Tokens, values: jax.Array) -> tuple[Tokens, jax.Array]:
         """The cached tokens and new ones behind them [B,C+T], keys and values in the new ones' dtype."""
-        state = None if keys.state is None else jnp.concatenate([self.layer.states, keys.state], axis=1)
-        vec = jnp.concatenate([self.layer.keys.astype(keys.vec.dtype), keys.vec], axis=1)
         pos = jnp.concatenate([self.pos, jnp.broadcast_to(keys.pos, keys.vec.shape[:2])], axis=1)
-        return Tokens(vec, pos, state), jnp.concatenate([self.layer.values.astype(values.dtype), values], axis=1)
+        state = None if keys.state is None or self.layer.states is None else _joined(self.layer.states, keys.state)
+        return Tokens(_joined(self.layer.keys, keys.vec), pos, state), _joined(self.layer.values, values)
 
     def written(self, keys: Tokens, values: jax.Array, carry: jax.Array | None) -> Layer:
         """The layer once the new tokens are in their slots."""
-        states = None if keys.state is None else _taken(self.layer.states, keys.state, self.source)
-        taken = (
-            _taken(old, new, self.source) for old, new in ((self.layer.keys, keys.vec), (self.layer.values, values))
+        return Layer(
+            _taken(self.layer.keys, keys.vec, self.source),
+            _taken(self.layer.values, values, self.source),
+            None
+            if keys.state is None or self.layer.states is None
+            else _taken(self.layer.states, keys.state, self.source),
+            carry,
         )
-        return Layer(*taken, states, carry)
 
 
 @functools.partial(
@@ -128,6 +130,10 @@ class Cache:
         goes = (self.slot(pos)[:, :, None] == jnp.arange(self.size)) & (pos >= 0)[:, :, None]  # [B,T,C]
         best = jnp.argmax(jnp.where(goes, pos[:, :, None], -1), axis=1)
         return jnp.where(jnp.any(goes, axis=1), best, -1).astype(jnp.int32)
+
+
+def _joined(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.concatenate([old.astype(new.dtype), new], axis=1)
 
 
 def _taken(old: jax.Array, new: jax.Array, source: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 Policies: `full` keeps all; `window` the last W tokens; `sink` the first S and the last R = W - S (StreamingLLM, Xiao et
 al. 2024, arXiv:2309.17453); `recompute` reads the last tokens anew for each one; `block_recompute` half of them
-whenever the cache is full. W counts cached tokens. Evicting after a token was read, as in the paper, a token sees W others and
-itself; evicting before it, W - 1 others.
+whenever the cache is full. W counts cached tokens. Evicting after a token was read, as in the paper, a token sees W
+others and itself; evicting before it, W - 1 others.
 
 Position rules: `in_cache` numbers what is kept by age, 0 to W - 1, and the new token W, as in the paper; `original`
 keeps each token's place in the text; `capped` too, but shows the sinks no farther away than `limit` (LM-Infinite, Han

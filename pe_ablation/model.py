@@ -412,7 +412,7 @@ class GPT(nnx.Module):
         parts = [_per_layer(config, *each) for each in zip(config.distinct, self.encodings, strict=True)]
         stacks = [jax.tree.map(lambda p: p.reshape(groups, -1, *p.shape[1:]), own) for _, own, _ in parts]
 
-        source = None if cache is None else cache.source(pos)
+        past = None if cache is None else functools.partial(Past, pos=cache.pos, source=cache.source(pos))
 
         def group(x, scanned):
             index, blocks, own, kept = scanned
@@ -423,9 +423,9 @@ class GPT(nnx.Module):
                 layer = index * len(config.slots) + number
                 key = None if dropout_key is None else jax.random.fold_in(dropout_key, layer)
                 block = nnx.merge(block_defs[number], blocks[number])
-                past = None if cache is None else Past(kept[number], cache.pos, source)
+                own_past = None if past is None else past(kept[number])
                 narrowed = mask.narrowed(config.slots[number].window)
-                x, written = block(x, pos, encoding, narrowed, key, past=past, views=views)
+                x, written = block(x, pos, encoding, narrowed, key, past=own_past, views=views)
                 layers.append(written)
             return x, tuple(layers)
 
