@@ -107,7 +107,8 @@ class DataConfig:
     `block` is the longest training length of the sweep, in tokens: shuffled blocks are cut into windows, so that every
     training length sees the same tokens in the same order. `train_bytes` keeps a prefix of the training documents.
     `vocab_size` is that of `tokenizer = "bpe"`, BOS and EOS included; the other tokenizers have their own.
-    `bos`: no BOS at all, one before each document, or one in place of each window's first input token.
+    `bos`: no BOS at all, one before each document, or one in place of each window's first input token. Without one
+    `tokenizer = "gpt2"` has the 50,257 ids of the released models, else one more.
     """
 
     source: Literal["sotu", "text", "tfds"] = "sotu"
@@ -345,6 +346,8 @@ def training_identity(experiment: Experiment) -> str:
                 each = each[parent]
             each.pop(leaf)
     changed = _difference(tree, defaults)
+    if (experiment.data.tokenizer, experiment.data.bos) == ("gpt2", "none"):
+        changed["data.ids"] = 50257  # 50,258 before, an embedding of another size
     changed["encoding.options"] = encodings.resolved_options(experiment.encoding.name, experiment.encoding.options)
     changed["encoding.source"] = encodings.source_digest(experiment.encoding.name)
     text = json.dumps({"format": IDENTITY_FORMAT, **changed}, sort_keys=True, default=list)

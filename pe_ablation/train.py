@@ -118,13 +118,14 @@ def train_step(
     BOS is no target; EOS is one, so that generation can stop. After a step that is not finite the state stays frozen.
     """
     key = jax.random.fold_in(keyed(jax.random.key(seed), "dropout"), state.step)
+    bos = -1 if tokenizer.bos is None else tokenizer.bos  # -1 is no target either
     sizes = jnp.asarray(tokenizer.bytes_per_token, jnp.float32)
 
     def loss_sums(params, micro_batch):
         index, tokens = micro_batch
         logits = nnx.merge(graph, params)(tokens[:, :-1], dropout_key=jax.random.fold_in(key, index))
         targets = tokens[:, 1:]
-        weight = (targets != tokenizer.bos).astype(jnp.float32)
+        weight = (targets != bos).astype(jnp.float32)
         nats = jnp.sum(weight * window_nats(logits, targets))
         return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
 
