@@ -191,7 +191,10 @@ class WandbConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One run. A point is an Experiment without its seed; `label` names the arm in tables (default: the encoding)."""
+    """One run. A point is an Experiment without its seed; `label` names the arm in tables (default: the encoding).
+
+    `imported`: sha256 (hex) of weights that were read from elsewhere (see `huggingface`) instead of trained.
+    """
 
     encoding: EncodingConfig = dataclasses.field(default_factory=EncodingConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -201,6 +204,7 @@ class Experiment:
     seed: int = 0
     label: str = ""
     wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
+    imported: str | None = None
 
     @property
     def arm(self) -> str:
@@ -352,6 +356,15 @@ def training_identity(experiment: Experiment) -> str:
     changed["encoding.source"] = encodings.source_digest(experiment.encoding.name)
     text = json.dumps({"format": IDENTITY_FORMAT, **changed}, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def refuse_imported(experiment: Experiment) -> None:
+    """ConfigError for what is to be trained, but whose weights were imported."""
+    if experiment.imported is not None:
+        raise ConfigError(
+            f"imported: {experiment.imported}: weights that were read from elsewhere, so there is nothing to train; "
+            "allowed: None. What import-gpt2 wrote is scored by: pe-ablation evaluate RUNDIR"
+        )
 
 
 def point_identity(experiment: Experiment) -> str:

@@ -234,7 +234,7 @@ class _Scorer:
         found = checkpoint.load_parts(self.run.path / "checkpoints", step, like)
         self.params, self.alive = found["params"], bool(found["alive"])
         self.untrained = untrained.find(self.run.path / "checkpoints", step, self.params)
-        if step < self.experiment.train.steps and self.alive:
+        if step < self.experiment.train.steps and self.alive and self.experiment.imported is None:
             raise EvaluationError(f"{self.run.path}: trained to step {step} of {self.experiment.train.steps} only")
         return step
 

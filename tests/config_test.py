@@ -84,6 +84,7 @@ FIELDS = {
     "wandb.mode": (None, "offline"),
     "seed": (0, 1),
     "label": ("", "mine"),
+    "imported": (None, "0" * 64),
 }
 OPTIONS = {
     "none": {},
