@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), FIELD, parser)
     rest, axes = _split_fields(rest, AXIS, parser)
     args = parser.parse_args(rest)
-    if fields and getattr(args, "config", None) is None:
+    if fields and getattr(args, "config", None) is None and args.command is not _import_gpt2:
         parser.error(f"{FIELD}FIELD=VALUE goes with --config")
     if axes and args.command is not _launch:
         parser.error(f"{AXIS}FIELD=VALUES goes with launch")
@@ -119,6 +119,15 @@ def _parser() -> argparse.ArgumentParser:
         "--compare", action="store_true", help="the second RUNS less the first, paired, and their config"
     )
     report.add_argument("--wandb", action="store_true", help="also mirror table, figures and rows to W&B")
+
+    import_ = _command(commands, "import-gpt2", _import_gpt2, "read a Hugging Face GPT-2 folder into a run directory")
+    import_.add_argument("folder", metavar="DIR", help="where config.json and model.safetensors are")
+    import_.add_argument("--out", metavar="RUNDIR", help="the run directory (default: runs/<name of DIR>)")
+    import_.epilog = f"{FIELD}FIELD=VALUE sets what it is scored on and how: data.*, eval.*, label, model.dtype"
+
+    export = _command(commands, "export-gpt2", _export_gpt2, "write a run of encoding learned as such a folder")
+    export.add_argument("run", metavar="RUNDIR", help="one finished run: POINT/seed_K")
+    export.add_argument("folder", metavar="DIR", help="a folder that is empty or not there")
 
     _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
     return parser
@@ -280,6 +289,23 @@ def _report(args: argparse.Namespace) -> int:
 
         _print(mirror.reported(args.runs[0], out))
     return 0
+
+
+def _import_gpt2(args: argparse.Namespace) -> int:
+    from pe_ablation import huggingface
+
+    _leave_accelerators()
+    out = args.out or Path("runs") / Path(args.folder).absolute().name
+    run = huggingface.import_folder(args.folder, out, _overrides(args.fields))
+    lines = (f"{run.path}: {run.experiment.label}, weights {run.experiment.imported}", "")
+    return _print([*lines, f"pe-ablation evaluate {run.path}"])
+
+
+def _export_gpt2(args: argparse.Namespace) -> int:
+    from pe_ablation import huggingface
+
+    _leave_accelerators()
+    return _print([f"{path}" for path in huggingface.export(args.run, args.folder)])
 
 
 def _encodings(args: argparse.Namespace) -> int:

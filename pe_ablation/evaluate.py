@@ -234,7 +234,7 @@ class _Scorer:
         found = checkpoint.load_parts(self.run.path / "checkpoints", step, like)
         self.params, self.alive = found["params"], bool(found["alive"])
         self.untrained = untrained.find(self.run.path / "checkpoints", step, self.params)
-        if step < self.experiment.train.steps and self.alive:
+        if step < self.experiment.train.steps and self.alive and self.experiment.imported is None:
             raise EvaluationError(f"{self.run.path}: trained to step {step} of {self.experiment.train.steps} only")
         return step
 
@@ -354,11 +354,12 @@ class _Scorer:
     def _batch(self, part: Windows, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 inputs and targets [B,L]; what is past a document's end, or past the last window, is 0 and unscored."""
         inputs, wanted = np.zeros((2, batch, part.length), np.int32)
+        bos = self.tokenizer.bos if self.experiment.data.bos == "window" else None
         for row, (document, start) in enumerate(zip(part.document, part.start, strict=True)):
             tokens = self.documents[document][start : start + part.length + 1]
             inputs[row, : len(tokens) - 1], wanted[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
-            if self.experiment.data.bos == "window":
-                inputs[row, 0] = self.tokenizer.bos
+            if bos is not None:
+                inputs[row, 0] = bos
         return inputs, wanted
 
 

@@ -54,6 +54,7 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
     tokens: dict[DataConfig, data.TokenFile] = {}
     checked: set[tuple[DataConfig, EvalConfig, int]] = set()
     for experiment in (point.experiments[0] for point in points):
+        config.refuse_imported(experiment)
         if experiment.eval.split == "test":
             raise config.ConfigError(
                 "eval.split: a launch scores 'validation' alone; once nothing is chosen any more, the test split is "
@@ -98,6 +99,7 @@ def dry_run(points: Sequence[Point], workdir: Path | None = None) -> Iterator[st
     unscored = False
     for point in points:
         first, count = point.experiments[0], len(point.experiments)
+        config.refuse_imported(first)
         gpt = first.gpt(data.tokenizer(first.data).vocab_size)
         parameters = model.count_parameters(gpt)
         each = first.train.steps * first.train.batch_tokens

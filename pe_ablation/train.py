@@ -26,7 +26,7 @@ from flax import nnx
 
 from pe_ablation import attention, data, stopping
 from pe_ablation.checkpoint import Checkpoints
-from pe_ablation.config import Experiment, TrainConfig, point_identity, read
+from pe_ablation.config import Experiment, TrainConfig, point_identity, read, refuse_imported
 from pe_ablation.model import GPT, GPTConfig, keyed
 from pe_ablation.progress import Progress
 from pe_ablation.record import Run
@@ -118,13 +118,14 @@ def train_step(
     BOS is no target; EOS is one, so that generation can stop. After a step that is not finite the state stays frozen.
     """
     key = jax.random.fold_in(keyed(jax.random.key(seed), "dropout"), state.step)
+    bos = -1 if tokenizer.bos is None else tokenizer.bos  # -1 is no target either
     sizes = jnp.asarray(tokenizer.bytes_per_token, jnp.float32)
 
     def loss_sums(params, micro_batch):
         index, tokens = micro_batch
         logits = nnx.merge(graph, params)(tokens[:, :-1], dropout_key=jax.random.fold_in(key, index))
         targets = tokens[:, 1:]
-        weight = (targets != tokenizer.bos).astype(jnp.float32)
+        weight = (targets != bos).astype(jnp.float32)
         nats = jnp.sum(weight * window_nats(logits, targets))
         return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
 
@@ -145,9 +146,11 @@ def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
 
     `config` is an Experiment, or the ConfigDict that a config file's `get_config` returns, which is read strictly.
     The summary is also the run's result.json. Raises RecordError for a directory of another identity or one that
-    another process is training; what else is raised is recorded in error.json first.
+    another process is training, ConfigError for an imported experiment; what else is raised is recorded in error.json
+    first.
     """
     experiment = config if isinstance(config, Experiment) else read(config)
+    refuse_imported(experiment)
     run = Run.plan(Path(run_dir), experiment, None, data.load(experiment.data, "train").digest)
     run.start()
     try:
@@ -164,10 +167,11 @@ def fit_seeds(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> li
 
     They start from the newest step that all have a checkpoint of. A seed that stops being finite is frozen and marked
     diverged; the others go on. Summary: status (ok | diverged), steps, tokens, parameters, nats of the last step, ...
-    Raises ValueError for experiments of different points, Stopped after the checkpoint that a signal asked for,
-    HeldError when another process took a run over, and whatever data, model or checkpoints refuse.
+    Raises ValueError for experiments of different points and for imported ones, Stopped after the checkpoint that a
+    signal asked for, HeldError when another process took a run over, and whatever data, model or checkpoints refuse.
     """
     experiment = experiments[0]
+    refuse_imported(experiment)
     if len({point_identity(each) for each in experiments}) > 1:
         raise ValueError(f"fit_seeds: runs of different points: {', '.join(map(str, run_dirs))}")
     return _Fit(experiment, [each.seed for each in experiments], [Run(Path(path)) for path in run_dirs]).run()

@@ -84,6 +84,7 @@ FIELDS = {
     "wandb.mode": (None, "offline"),
     "seed": (0, 1),
     "label": ("", "mine"),
+    "imported": (None, "0" * 64),
 }
 OPTIONS = {
     "none": {},
@@ -465,6 +466,7 @@ def test_the_file_of_a_users_own_encoding_is_in_the_identity(tmp_path):
 
 
 GOLDEN = {"rope": "c7fe224528c2", "none": "8fd9330c7023"}
+GPT2_GOLDEN = {"document": "468598e85dc5", "window": "879c5d42baea", "none": "2c8ba8309526"}
 
 
 def test_golden_identities():
@@ -474,3 +476,9 @@ def test_golden_identities():
     )
     message = "identities moved: stored runs would be trained again; if that is meant, bump IDENTITY_FORMAT and update"
     assert {"rope": config.training_identity(rope), "none": config.training_identity(Experiment())} == GOLDEN, message
+
+
+def test_golden_identities_of_gpt2s_vocabulary():
+    """Without BOS it lost an id once, and with it the identity 636e720e156c: the embedding has another size."""
+    asked = {bos: config.read({"data": {"tokenizer": "gpt2", "bos": bos}}) for bos in GPT2_GOLDEN}
+    assert {bos: config.training_identity(each) for bos, each in asked.items()} == GPT2_GOLDEN

@@ -132,6 +132,10 @@ REFUSED = {
     ),
     "bos": ({"bos": "windows"}, r"data\.bos: 'windows' is not allowed; allowed: none, document, window"),
     "no bos": ({"file": token_file(), "bos": "document"}, r"data\.bos: 'document' .* don't all begin with BOS"),
+    "no such id": (
+        {"file": TokenFile(np.arange(40), [0, 40], ["a"], "0" * 64, 50257, "gpt2"), "bos": "window"},
+        r"data\.bos: 'window' is asked of a token file whose vocabulary has no BOS; allowed: none",
+    ),
     "bos twice": ({"file": token_file(bos="document"), "bos": "window"}, r"data\.bos: 'window' .* begin with BOS"),
 }
 

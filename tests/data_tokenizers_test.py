@@ -249,6 +249,7 @@ def test_batches_know_bos(asked):
     with pytest.raises(ConfigError, match=r"data\.bos: 'document' is asked"):
         data.Batches(data.load(window, "train"), block=8, batch_tokens=16, length=4, seed=0, bos="document")
     assert (bos_id("byte", 258), bos_id("bpe", 290), bos_id("gpt2", 50258)) == (256, 288, 50257)
+    assert bos_id("gpt2", 50257) is None
 
 
 # GPT-2's
@@ -261,6 +262,21 @@ def test_gpt2_is_gpt2():
     assert (made.vocab_size, made.eos, made.bos) == (50258, 50256, 50257)
     assert made.bytes_per_token[[0, 15496, 995, 50256, 50257]].tolist() == [1, 5, 6, 0, 0]
     assert [len(made.decode(np.array([each]))) for each in range(made.vocab_size)] == made.bytes_per_token.tolist()
+
+
+@needs_extra
+def test_gpt2_without_bos_has_the_ids_of_the_released_models(tmp_path):
+    (tmp_path / "a").write_bytes(b"Hello world")
+    text = TextConfig(train=f"{tmp_path}/a")
+    asked = DataConfig(source="text", text=text, tokenizer="gpt2", bos="none", cache_dir=f"{tmp_path}/cache")
+    made, found = data.tokenizer(asked), data.load(asked, "train")
+    assert (made.vocab_size, made.eos, made.bos) == (50257, 50256, None)
+    assert found.tokens.tolist() == [15496, 995, 50256] and made.decode(found.tokens) == b"Hello world"
+    assert made.bytes_per_token[[0, 15496, 50256]].tolist() == [1, 5, 0] and made.words(found.tokens).sum() == 2
+    batch = next(data.Batches(found, block=2, batch_tokens=2, length=2, seed=0, bos="none"))
+    assert batch.tolist() == [[15496, 995, 50256]]
+    window = data.load(dataclasses.replace(asked, bos="window"), "train")
+    assert window.vocab_size == 50258 and window.digest != found.digest
 
 
 @needs_extra

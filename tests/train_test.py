@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -234,6 +235,13 @@ def test_loss_and_gradient_are_those_of_the_mean_over_all_targets_but_bos(step):
     assert float(metrics["gradient_norm"]) == pytest.approx(norm, rel=1e-5)
     for name, each in step.clipped_gradient(state).items():
         np.testing.assert_allclose(each * norm / 0.05, paths_of(gradient)[name], atol=1e-5 * norm, err_msg=name)
+
+
+def test_a_vocabulary_without_bos_has_every_target_scored(step):
+    without = SimpleNamespace(bos=None, bytes_per_token=step.tokenizer.bytes_per_token)
+    run = jax.jit(functools.partial(train.train_step, step.graph, step.optimizer, without))
+    _, metrics = run(step.start, jnp.asarray(ragged()[None]), jnp.uint32(3))
+    assert float(metrics["tokens"]) == 64
 
 
 @pytest.mark.parametrize("bos", ["none", "document", "window"])

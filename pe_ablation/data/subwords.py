@@ -29,7 +29,7 @@ class SubwordTokenizer:
     `bos`, `eos`) is known without it. Any bytes round-trip, invalid UTF-8 too.
     """
 
-    def __init__(self, name: str, vocab_size: int, bos: int, eos: int, load: Callable[[], Vocabulary]):
+    def __init__(self, name: str, vocab_size: int, bos: int | None, eos: int, load: Callable[[], Vocabulary]):
         self.name, self.vocab_size, self.bos, self.eos = name, vocab_size, bos, eos
         self._load = load
 

@@ -5,18 +5,22 @@ from typing import Protocol
 import numpy as np
 
 WHITE_SPACE = b" \t\n\r\x0b\x0c"  # what bytes.split() splits at
+GPT2_IDS = 50257  # of the released models, EOS included; where BOS is asked for it is one more
 
 
 class Tokenizer(Protocol):
     """Ids below `vocab_size`; text never encodes to the special ids `bos` and `eos`, only the pipeline places them.
 
-    `digest` stands for what the ids mean, where name and size don't say it.
+    `bos` is None where the vocabulary has no such id. `digest` stands for what the ids mean, where name and size don't
+    say it.
     """
 
     name: str
     vocab_size: int
-    bos: int
     eos: int
+
+    @property
+    def bos(self) -> int | None: ...
 
     @property
     def digest(self) -> str:
@@ -94,6 +98,8 @@ def words_begun(content: bytes, sizes: np.ndarray) -> np.ndarray:
     return (before[ends] - before[ends - sizes]).astype(np.int32)
 
 
-def bos_id(name: str, vocab_size: int) -> int:
-    """The id of BOS in what the tokenizer called `name` wrote: no tokenizer needs to be loaded to tell."""
-    return vocab_size - 1 if name == "gpt2" else vocab_size - 2
+def bos_id(name: str, vocab_size: int) -> int | None:
+    """The id of BOS, if there is one, in what the tokenizer called `name` wrote: no tokenizer is loaded to tell."""
+    if name == "gpt2":
+        return GPT2_IDS if vocab_size > GPT2_IDS else None
+    return vocab_size - 2
