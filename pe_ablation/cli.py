@@ -10,14 +10,30 @@ from typing import Any
 
 FIELD = "--config."
 AXIS = "--sweep."
+STREAM = "--stream."
 EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
     "lengths": "64,128",
-    "protocols": "targets,blocks",
+    "protocols": "targets,blocks,stream",
     "split": "validation or test",
     "last_k": "32",
     "stride": "64",
     "max_windows": "256",
     "batch_tokens": "4096",
+}
+GENERATE = {  # how `generate` goes on: default and help
+    "max_new_tokens": ("64", "how many tokens each prompt gets at most; ends at EOS"),
+    "temperature": ("1.0", "of the draw; 0 takes the most likely token"),
+    "top_k": ("all", "draw among the k most likely"),
+    "top_p": ("1.0", "among the fewest that hold this probability"),
+    "seed": ("0", "of the draws"),
+    "cache": ("full", "what is kept: full, window, sink, recompute, block_recompute"),
+    "window": ("as in training", "W, how many tokens are kept, sinks among them"),
+    "sinks": ("4 with sink, else 0", "S, how many first tokens are kept for good"),
+    "evict": ("after", "a token is dropped after the next one was read, or before"),
+    "positions": ("in_cache", "of what is kept: in_cache, original, capped"),
+    "limit": ("none", "with positions capped: how far away sinks are shown at most"),
+    "absolute": ("none", "for encodings added at the input: saturate, ring, layer0_fix"),
+    "cache_dtype": ("float32", "keys and values are kept in: float32, bfloat16"),
 }
 REPORT = {  # what `report` can narrow down
     "protocol": "one protocol: targets, blocks or sliding (default: all)",
@@ -35,12 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     rest, fields = _split_fields(sys.argv[1:] if argv is None else list(argv), FIELD, parser)
     rest, axes = _split_fields(rest, AXIS, parser)
+    rest, stream = _split_fields(rest, STREAM, parser)
     args = parser.parse_args(rest)
     if fields and getattr(args, "config", None) is None and args.command is not _import_gpt2:
         parser.error(f"{FIELD}FIELD=VALUE goes with --config")
     if axes and args.command is not _launch:
         parser.error(f"{AXIS}FIELD=VALUES goes with launch")
-    args.fields, args.axes = fields, axes
+    if stream and args.command is not _evaluate:
+        parser.error(f"{STREAM}FIELD=VALUE goes with evaluate")
+    args.fields, args.axes, args.stream_fields = fields, axes, stream
     try:
         return args.command(args)
     except KeyboardInterrupt:
@@ -106,6 +125,17 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("runs", metavar="RUNS")
     for name, help_text in EVALUATE.items():
         evaluate.add_argument(f"--{name}", help=f"{help_text} (default: the run's own)")
+    evaluate.epilog = (
+        f"with --protocols stream: {STREAM}window=W, {STREAM}sinks=0,1,2,4, {STREAM}tokens=N, ... (StreamConfig)"
+    )
+
+    generate = _command(commands, "generate", _generate, "continue prompts with a trained model")
+    generate.add_argument("run", metavar="RUN", help="one finished run: POINT/seed_K")
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again: a batch (default: '')")
+    for name, (default, help_text) in GENERATE.items():
+        generate.add_argument(f"--{name}", metavar="X", help=f"{help_text} (default: {default})")
+    generate.add_argument("--stream", action="store_true", help="show the text as it comes; one prompt")
+    generate.add_argument("--stats", action="store_true", help="repetition: rep-n, distinct-n, diversity, loops")
 
     report = _command(commands, "report", _report, "tables and curves from run records")
     report.add_argument("runs", metavar="RUNS", nargs="+", help="a folder of runs; two with --compare")
@@ -246,26 +276,55 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from pe_ablation import checkpoint, config, evaluate, mirror, record
+    from pe_ablation import checkpoint, config, evaluate, mirror, record, streaming, streaming_tables, trained
 
     chosen = {name: getattr(args, name) for name in EVALUATE}
     overrides = _overrides({f"eval.{name}": text for name, text in chosen.items() if text is not None})
-    left_out, scored = 0, []
+    overrides |= _overrides({f"stream.{name}": text for name, text in args.stream_fields.items()})
+    errors = (
+        record.RecordError, trained.NotTrained, checkpoint.CheckpointError, evaluate.EvaluationError,
+        streaming.StreamError,
+    )  # fmt: skip
+    left_out, scored, streamed = 0, [], []
     for run in record.find(args.runs):
         try:
             asked = config.read(run.config["experiment"], overrides)
+            if args.stream_fields and "stream" not in asked.eval.protocols:
+                raise config.ConfigError(f"{STREAM}{next(iter(args.stream_fields))}: goes with --protocols stream")
             evaluate.check(asked)
+            if "stream" in asked.eval.protocols:
+                streaming.check(asked)
+                streamed.append((run, {cell["key"] for cell in streaming.score(run, asked)}))
+            if not asked.eval.windowed:
+                continue
             frame = evaluate.score(run.path, overrides)
-        except (record.RecordError, evaluate.EvaluationError, checkpoint.CheckpointError) as error:
+        except errors as error:
             print(f"{error}; left out", file=sys.stderr)
             left_out += 1
             continue
         columns = ["encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status"]
         print(frame[columns].to_string(index=False))
         scored.append((run, asked, frame))
+    if streamed:
+        print(streaming_tables.to_markdown(streaming_tables.rows(streamed)))
     mirror.evaluated(scored)
     _print(mirror.sync_commands(args.runs))
     return 1 if left_out else 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from pe_ablation import config, generate, record, trained
+
+    given = {name: config.from_flag(text) for name in GENERATE if (text := getattr(args, name)) is not None}
+    asked = config.build(generate.Request, given)
+    prompts = [prompt.encode("utf-8", "surrogateescape") for prompt in args.prompt or [""]]
+    if args.stream and len(prompts) > 1:
+        raise config.ConfigError(f"--stream: {len(prompts)} prompts; one at a time")
+    runs = record.find(args.run)
+    if len(runs) > 1:
+        raise config.ConfigError(f"RUN: {args.run} holds {len(runs)} runs; name one, such as {runs[0].path}")
+    loaded = trained.load(runs[0])
+    return _print(generate.shown(loaded, prompts, asked, stream=args.stream, stats=args.stats))
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -23,8 +23,8 @@ from pe_ablation.model import SIZES, GPTConfig
 
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
-    "eval", "label", "wandb", "data.cache_dir", "data.tfds.data_dir", "train.log_every", "train.checkpoint_every",
-    "model.implementation",
+    "eval", "stream", "label", "wandb", "data.cache_dir", "data.tfds.data_dir", "train.log_every",
+    "train.checkpoint_every", "model.implementation",
 )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ class EvalConfig:
     """
 
     lengths: tuple[int, ...] = (64, 128, 256)
-    protocols: tuple[Literal["blocks", "targets", "sliding"], ...] = ("targets",)
+    protocols: tuple[Literal["blocks", "targets", "sliding", "stream"], ...] = ("targets",)
     nulls: tuple[Literal["window_mask", "window_recompute"], ...] = ("window_mask", "window_recompute")
     split: Literal["validation", "test"] = "validation"
     last_k: int = 32
@@ -159,6 +159,11 @@ class EvalConfig:
     max_windows: int | None = None
     max_documents: int | None = None
     batch_tokens: int = 4096
+
+    @property
+    def windowed(self) -> tuple[str, ...]:
+        """The protocols that score windows of the evaluation lengths: all but `stream`."""
+        return tuple(each for each in self.protocols if each != "stream")
 
     def settings(self, protocol: str, train_length: int) -> dict[str, Any]:
         """What, beside split, length and null, decides which targets a cell of `protocol` scores, in which context."""
@@ -173,6 +178,31 @@ class EvalConfig:
     def longest(self, train_length: int) -> int:
         """The longest length that is scored; the training length always is."""
         return max(*self.lengths, train_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+    """What `eval.protocols = ("stream",)` reads as one text without end (see `streaming`).
+
+    `window`: how many cached tokens, W (None: so many that a token sees as many as in training). `sinks`: S of each
+    sink cache, W - S tokens being recent; 0 is the plain window. `tokens`: of the split, from its start (None: all);
+    `reset`: each document is a stream of its own. `baselines`: what stands beside them; `dense` reads the first
+    `dense_tokens` only, `recompute` scores `recompute_targets` past the first window, evenly spread. `evict`,
+    `positions`, `limit`: see `eviction`; `absolute`: what is done with an encoding that is added at the input, the
+    others have no need of it.
+    """
+
+    window: int | None = None
+    sinks: tuple[int, ...] = (0, 1, 2, 4)
+    tokens: int | None = 16384
+    reset: bool = False
+    baselines: tuple[Literal["dense", "recompute", "block_recompute"], ...] = ("dense", "recompute")
+    dense_tokens: int = 8192
+    recompute_targets: int = 512
+    evict: Literal["after", "before"] = "after"
+    positions: Literal["in_cache", "original", "capped"] = "in_cache"
+    limit: int | None = None
+    absolute: Literal["saturate", "ring", "layer0_fix"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +231,7 @@ class Experiment:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
     seed: int = 0
     label: str = ""
     wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
@@ -245,7 +276,7 @@ def read(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) 
         tree["model"] = _size(tree["model"])
     for path, value in sorted(spelled_out(overrides or {}).items(), key=lambda item: item[0].count(".")):
         _overlay(tree, path, value)
-    experiment = _build(Experiment, tree, "")
+    experiment = build(Experiment, tree, "")
     return _checked(experiment)
 
 
@@ -303,7 +334,7 @@ def _is_list(hint: Any) -> bool:
 
 def evaluation(recorded: Mapping[str, Any]) -> EvalConfig:
     """The `eval` fields of an experiment as `to_dict` gave it; of the rest, an encoding's code may be gone by now."""
-    return _build(EvalConfig, recorded["eval"], "eval")
+    return build(EvalConfig, recorded["eval"], "eval")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -439,7 +470,8 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _build(cls: Any, tree: Any, path: str) -> Any:
+def build(cls: Any, tree: Any, path: str = "") -> Any:
+    """A dataclass of converted values from plain ones or `from_flag` text; ConfigError with the path of a wrong one."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{path or 'config'}: expected a group of fields, got {tree!r}")
     for name in tree:
@@ -448,7 +480,7 @@ def _build(cls: Any, tree: Any, path: str) -> Any:
     values = {}
     for name, value in tree.items():
         full = f"{path}.{name}" if path else name
-        make = _build if dataclasses.is_dataclass(hints[name]) else convert
+        make = build if dataclasses.is_dataclass(hints[name]) else convert
         values[name] = make(hints[name], value, full)
     return cls(**values)
 
@@ -564,7 +596,15 @@ def _check_ranges(experiment: Experiment) -> None:
         "eval.spacing": (evaluation.spacing, 1), "eval.stride": (evaluation.stride, 1),
         "eval.batch_tokens": (evaluation.batch_tokens, 1), "seed": (experiment.seed, 0),
     }  # fmt: skip
+    stream = experiment.stream
+    at_least |= {
+        "stream.dense_tokens": (stream.dense_tokens, 1), "stream.recompute_targets": (stream.recompute_targets, 1),
+        **{f"stream.sinks[{index}]": (each, 0) for index, each in enumerate(stream.sinks)},
+    }  # fmt: skip
     optional = {
+        "stream.window": stream.window,
+        "stream.tokens": stream.tokens,
+        "stream.limit": stream.limit,
         "data.train_bytes": data.train_bytes,
         "eval.max_windows": evaluation.max_windows,
         "eval.max_documents": evaluation.max_documents,
@@ -593,7 +633,7 @@ def _check_ranges(experiment: Experiment) -> None:
 def _counts(experiment: Experiment) -> Iterator[tuple[str, int]]:
     """(path, value) of what is counted in int32 on the way: layers, dims, tokens, steps; bytes of a corpus aren't."""
     yield "data.block", experiment.data.block
-    for group in ("model", "train", "eval"):
+    for group in ("model", "train", "eval", "stream"):
         values = getattr(experiment, group)
         for name in (field.name for field in dataclasses.fields(values)):
             each = getattr(values, name)
@@ -617,11 +657,13 @@ def _check_relations(experiment: Experiment) -> None:
     for name in ("lengths", "protocols"):
         if not getattr(evaluation, name):
             raise ConfigError(f"eval.{name}: empty; name at least one")
-    for name in ("lengths", "protocols", "nulls"):
-        given = getattr(evaluation, name)
+    for path, given in {
+        **{f"eval.{name}": getattr(evaluation, name) for name in ("lengths", "protocols", "nulls")},
+        **{f"stream.{name}": getattr(experiment.stream, name) for name in ("sinks", "baselines")},
+    }.items():
         twice = [each for index, each in enumerate(given) if each in given[:index]]
         if twice:
-            raise ConfigError(f"eval.{name}: {twice[0]!r} twice in {given}; each once")
+            raise ConfigError(f"{path}: {twice[0]!r} twice in {given}; each once")
     for index, length in enumerate(evaluation.lengths):
         if length < 1:
             raise ConfigError(f"eval.lengths[{index}]: {length} is not a length; at least 1")

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
-from pe_ablation import checkpoint, config, data, report, stopping, untrained
+from pe_ablation import config, data, report, stopping, trained, untrained
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment
 from pe_ablation.model import GPT, GPTConfig
@@ -83,6 +83,8 @@ def targets(sizes: Sequence[int], length: int, *, longest: int, spacing: int, la
 
 def check(experiment: Experiment) -> None:
     """ConfigError where no document of the split is long enough for the longest evaluation length."""
+    if not experiment.eval.windowed:
+        return
     split = experiment.eval.split
     _documents(experiment.eval, experiment.train.length, data.load(experiment.data, split))
 
@@ -106,7 +108,7 @@ def curve(
 ) -> pd.DataFrame:
     """Score a trained run at `lengths` tokens (and its training length) and return these rows of `report.rows`.
 
-    Raises EvaluationError for a run that isn't trained to its end and ConfigError for what its data can't serve.
+    Raises NotTrained for a run that isn't trained to its end and ConfigError for what its data can't serve.
     """
     asked = {"lengths": list(lengths), "split": split, "protocols": list(protocols), "nulls": list(nulls)}
     return score(run_dir, {f"eval.{name}": value for name, value in asked.items()})
@@ -124,9 +126,9 @@ def asked_rows(run: Run, experiment: Experiment) -> pd.DataFrame:
     """The rows of `report.rows` that belong to what `experiment.eval` asks of this run, scored or not."""
     asked, train_length = experiment.eval, experiment.train.length
     rows = report.rows(run.path)
-    wanted = [asked.settings(protocol, train_length) for protocol in asked.protocols]
+    wanted = [asked.settings(protocol, train_length) for protocol in asked.windowed]
     keep = rows.settings.map(lambda text: json.loads(text) in wanted)
-    keep &= rows.split.eq(asked.split) & rows.protocol.isin(asked.protocols) & rows.null.isin(["none", *asked.nulls])
+    keep &= rows.split.eq(asked.split) & rows.protocol.isin(asked.windowed) & rows.null.isin(["none", *asked.nulls])
     keep &= rows.eval_length.isin([train_length, *asked.lengths])
     return rows.loc[keep].reset_index(drop=True)
 
@@ -205,42 +207,19 @@ class _Scorer:
     """One run under one evaluation config: loads what it needs once and stores each cell as it is done."""
 
     def __init__(self, run: Run, evaluation: EvalConfig):
-        self.run, self.evaluation, self.experiment = run, evaluation, run.experiment
-        self._refuse_other_code()
+        self.run, self.evaluation = run, evaluation
+        self.trained = trained.load(run)
+        self.experiment, self.tokenizer, self.gpt = self.trained.experiment, self.trained.tokenizer, self.trained.config
         self.train_length = self.experiment.train.length
-        self.tokenizer = data.tokenizer(self.experiment.data)
-        self.gpt = self.experiment.gpt(self.tokenizer.vocab_size)
-        self.model = nnx.eval_shape(lambda: GPT(self.gpt, rngs=nnx.Rngs(0)))
         self.tokens = data.load(self.experiment.data, evaluation.split)
         chosen = _documents(evaluation, self.train_length, self.tokens)
         self.documents = [np.asarray(self.tokens.document(index)) for index in chosen]
         self.names = [self.tokens.names[index] for index in chosen]
-        self.step = self._trained_step()
         self.stored = {cell["key"] for cell in run.cells() if cell["status"] != "OOM"}
-
-    def _refuse_other_code(self) -> None:
-        recorded, now = self.run.identity, config.training_identity(self.experiment)
-        if recorded != now:
-            raise EvaluationError(
-                f"{self.run.path}: trained as {recorded}, but {self.experiment.encoding.name} is now {now}: its code "
-                "has changed since; restore it, or train anew"
-            )
-
-    def _trained_step(self) -> int:
-        step = checkpoint.last_step(self.run.path / "checkpoints")
-        if step is None:
-            raise EvaluationError(f"{self.run.path}: has no checkpoint to evaluate")
-        like = {"params": nnx.state(self.model, nnx.Param), "alive": jax.ShapeDtypeStruct((), jnp.bool_)}
-        found = checkpoint.load_parts(self.run.path / "checkpoints", step, like)
-        self.params, self.alive = found["params"], bool(found["alive"])
-        self.untrained = untrained.find(self.run.path / "checkpoints", step, self.params)
-        if step < self.experiment.train.steps and self.alive and self.experiment.imported is None:
-            raise EvaluationError(f"{self.run.path}: trained to step {step} of {self.experiment.train.steps} only")
-        return step
 
     def score(self) -> None:
         lengths = sorted({self.train_length, *self.evaluation.lengths})
-        for protocol in self.evaluation.protocols:
+        for protocol in self.evaluation.windowed:
             for length in lengths:
                 self._cell(protocol, length, "none")
                 if length > self.train_length and "window_mask" in self.evaluation.nulls:
@@ -248,13 +227,13 @@ class _Scorer:
 
     def _cell(self, protocol: str, length: int, null: str) -> None:
         chosen = self.evaluation.settings(protocol, self.train_length)
-        key = cell_key(self.step, self.evaluation.split, protocol, length, null, chosen)
+        key = cell_key(self.trained.step, self.evaluation.split, protocol, length, null, chosen)
         if key in self.stored:
             return
         stopping.check(f"trained; {len(self.stored)} cells scored")
         about = {
             "key": key,
-            "step": self.step,
+            "step": self.trained.step,
             "split": self.evaluation.split,
             "protocol": protocol,
             "length": length,
@@ -263,17 +242,18 @@ class _Scorer:
             "settings": chosen,
         }
         status, arrays = self._measure(protocol, length, null)
-        if status == "ok" and self.untrained is not None:
-            about["untrained"] = bool(self.untrained) and self._reads_untrained(protocol, length, null)
+        unread = self.trained.unread
+        if status == "ok" and unread is not None:
+            about["untrained"] = bool(unread) and self._reads(unread, protocol, length, null)
         self.run.save_cell(about | {"status": status} | totals(arrays), arrays)
         self.stored.add(key)
 
     def _measure(self, protocol: str, length: int, null: str) -> tuple[str, dict[str, np.ndarray]]:
         """(status, sums by document and position); no sums unless the status is ok."""
-        limit = self.model.max_position
+        limit = self.trained.abstract.max_position
         if limit is not None and length > limit:
             return "n/a", {}
-        if not self.alive:
+        if not self.trained.alive:
             return "diverged", {}
         windows = self._windows(protocol, length)
         try:
@@ -284,14 +264,15 @@ class _Scorer:
     def _window(self, null: str) -> int:
         return self.train_length if null == "window_mask" else NO_WINDOW
 
-    def _reads_untrained(self, protocol: str, length: int, null: str) -> bool:
-        """Whether other values of the untrained entries give other nats: the first batch, which has every distance."""
+    def _reads(self, entries: untrained.Entries, protocol: str, length: int, null: str) -> bool:
+        """Whether other values of these entries give other nats: the first batch, which has every distance."""
         batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
         program, window = _program(self.gpt, batch, length), np.int32(self._window(null))
-        moved = untrained.changed(self.params, self.untrained or {})
-        found = [np.asarray(program(params, inputs, wanted, window))[: len(part)] for params in (self.params, moved)]
+        params = self.trained.params
+        moved = untrained.changed(params, entries)
+        found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (params, moved)]
         scored = _scored_places(part)
         return not np.array_equal(found[0][scored], found[1][scored])
 
@@ -342,7 +323,7 @@ class _Scorer:
             for begin in range(0, len(windows), batch):
                 part = windows[begin : begin + batch]
                 inputs, wanted = self._batch(part, batch)
-                nats = program(self.params, inputs, wanted, np.int32(window))
+                nats = program(self.trained.params, inputs, wanted, np.int32(window))
                 if pending is not None:
                     yield _fetched(*pending)
                 pending = (part, wanted, nats)

@@ -23,7 +23,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from pe_ablation import atomic, checkpoint, config, data
+from pe_ablation import atomic, checkpoint, config, data, trained
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import EvalConfig, Experiment
 from pe_ablation.data.tokenizers import GPT2_IDS, ByteTokenizer
@@ -103,11 +103,12 @@ def export(run_dir: str | Path, folder: str | Path) -> list[Path]:
     _refuse_other_functions(run, experiment)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FolderError(f"{folder}: is not an empty folder; name one that is empty or not there")
-    tokenizer = data.tokenizer(experiment.data)
-    params = _trained(run, experiment, _abstract(experiment, tokenizer.vocab_size))
-    leaves = _leaves(params)
+    loaded = trained.load(run)
+    if not loaded.alive:
+        raise FolderError(f"{run.path}: diverged; there is no model to export")
+    leaves = _leaves(loaded.params)
     tensors = {f"{PREFIX}{name}": array for path, leaf in leaves.items() for name, array in _named(path, leaf)}
-    described = _described(experiment, tokenizer, len(leaves["encodings/0/table"]))
+    described = _described(experiment, loaded.tokenizer, len(leaves["encodings/0/table"]))
     scratch = folder / f".{WEIGHTS}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -331,20 +332,6 @@ def _refuse_other_functions(run: Run, experiment: Experiment) -> None:
     for path, (given, wanted) in allowed.items():
         if given != wanted:
             raise FolderError(f"{run.path}: {path}: {given!r} is not GPT-2; allowed: {wanted!r}")
-
-
-def _trained(run: Run, experiment: Experiment, abstract: Any) -> Any:
-    """The parameters of a run that is trained to its end, or was imported."""
-    step = checkpoint.last_step(run.path / "checkpoints")
-    if step is None:
-        raise FolderError(f"{run.path}: has no checkpoint to export")
-    like = {"params": abstract, "alive": jax.ShapeDtypeStruct((), jnp.bool_)}
-    found = checkpoint.load_parts(run.path / "checkpoints", step, like)
-    if not bool(found["alive"]):
-        raise FolderError(f"{run.path}: diverged; there is no model to export")
-    if step < experiment.train.steps and experiment.imported is None:
-        raise FolderError(f"{run.path}: trained to step {step} of {experiment.train.steps} only")
-    return found["params"]
 
 
 def _described(experiment: Experiment, tokenizer: data.Tokenizer, positions: int) -> dict[str, Any]:

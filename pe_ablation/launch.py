@@ -60,6 +60,11 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
                 "eval.split: a launch scores 'validation' alone; once nothing is chosen any more, the test split is "
                 "opened by: pe-ablation evaluate RUNS --split test"
             )
+        if "stream" in experiment.eval.protocols:
+            raise config.ConfigError(
+                "eval.protocols: 'stream' is not scored by a launch, but of trained runs: pe-ablation evaluate RUNS "
+                "--protocols stream"
+            )
         source, train = experiment.data, experiment.train
         if source not in tokens:
             tokens[source] = data.load(source, "train")

@@ -5,6 +5,7 @@
     metrics.jsonl    one row per logged step: numbers that a rerun reproduces
     timing.jsonl     clock and throughput of the same steps
     evaluation/      one cell per KEY.json (numbers) and KEY.npz (sums per document and position)
+    streaming/       likewise, of texts without end: KEY.npz has every scored token
     checkpoints/     orbax's; nothing here touches it
     result.json      written last: the run is done
     error.json       why the last attempt failed
@@ -33,6 +34,7 @@ FORMAT = 1
 SET_ASIDE = ".replaced-"  # in the name of a run directory that was replaced by a new one, with a number behind it
 State = Literal["done", "running", "failed", "missing", "stopped"]
 Kind = Literal["metrics", "timing"]
+Cells = Literal["evaluation", "streaming"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -320,12 +322,12 @@ class Run:
             raise ValueError(f"no log called {kind!r}; allowed: 'metrics', 'timing'")
         return self.path / f"{kind}.jsonl"
 
-    def save_cell(self, cell: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Store one evaluation cell under cell["key"]: its numbers, and its arrays [documents, positions] of sums.
+    def save_cell(self, cell: Mapping[str, Any], arrays: Mapping[str, Any], folder: Cells = "evaluation") -> None:
+        """Store one cell under cell["key"]: its numbers, and its arrays, such as [documents, positions] of sums.
 
         The numbers are written last, so that a cell that is there has its arrays.
         """
-        path = self._cell(cell["key"])
+        path = self._cell(cell["key"], folder)
         self.check_held()
         path.parent.mkdir(exist_ok=True)
         buffer = io.BytesIO()
@@ -334,14 +336,16 @@ class Run:
         atomic.write(path.with_name(path.name + ".npz"), [buffer.getvalue()])
         _write_json(path.with_name(path.name + ".json"), cell)
 
-    def cells(self) -> list[dict[str, Any]]:
+    def cells(self, folder: Cells = "evaluation") -> list[dict[str, Any]]:
         """All stored cells, by key; a truncated one counts as not there and is evaluated again."""
-        found = (_read_json(path) for path in sorted((self.path / "evaluation").glob("[!.]*.json")))
+        found = (_read_json(path) for path in sorted((self.path / folder).glob("[!.]*.json")))
         return [cell for cell in found if cell is not None]
 
-    def arrays(self, cell: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    def arrays(
+        self, cell: Mapping[str, Any], names: Sequence[str] | None = None, folder: Cells = "evaluation"
+    ) -> dict[str, np.ndarray]:
         """The arrays of a stored cell, or those called `names`; raises RecordError where they are missing or broken."""
-        path = self._cell(cell["key"])
+        path = self._cell(cell["key"], folder)
         path = path.with_name(path.name + ".npz")
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:  # numpy leaves a torn one open
@@ -349,10 +353,10 @@ class Run:
         except Exception as error:  # numpy and zipfile raise half a dozen types for a broken archive
             raise RecordError(f"{path}: no readable arrays ({error})") from error
 
-    def _cell(self, key: str) -> Path:
+    def _cell(self, key: str, folder: Cells) -> Path:
         if not re.fullmatch(r"[\w@=+-][\w@=+.-]*", key):
             raise RecordError(f"cell key {key!r} is not a file name; allowed: letters, digits and _ @ = + . -")
-        return self.path / "evaluation" / key
+        return self.path / folder / key
 
 
 def find(runs_dir: str | Path) -> list[Run]:

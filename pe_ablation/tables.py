@@ -322,9 +322,13 @@ def label(encoding: str, variant: str) -> str:
 
 def presentation(row: Any) -> tuple:
     """Sort key: training length, family in `ORDER`, name, variant, point."""
-    families = [at for at, name in enumerate(ORDER) if row.encoding == name or row.encoding.startswith(f"{name}_")]
-    rank = max(families, default=len(ORDER))
-    return (row.train_length, rank, row.encoding, row.variant, row.point)
+    return (row.train_length, *family(row.encoding), row.variant, row.point)
+
+
+def family(arm: str) -> tuple[int, str]:
+    """Sort key of an arm: its place in `ORDER`, or after all of them, and its name."""
+    families = [at for at, name in enumerate(ORDER) if arm == name or arm.startswith(f"{name}_")]
+    return max(families, default=len(ORDER)), arm
 
 
 def _known(what: str, given: str, allowed: Any) -> None:

@@ -56,7 +56,7 @@ def load(run: Run) -> Trained:
         raise NotTrained(f"{run.path}: has no checkpoint to load")
     found = checkpoint.load_parts(folder, step, {"params": like, "alive": jax.ShapeDtypeStruct((), jnp.bool_)})
     params, alive = found["params"], bool(found["alive"])
-    if step < experiment.train.steps and alive:
+    if step < experiment.train.steps and alive and experiment.imported is None:
         raise NotTrained(f"{run.path}: trained to step {step} of {experiment.train.steps} only")
     unread = untrained.find(folder, step, params)
     return Trained(run, experiment, tokenizer, gpt, abstract, graph, params, step, alive, unread)

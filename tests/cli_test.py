@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import pe_ablation
-from pe_ablation import cli, config, encodings, evaluate, launch, tuning
+from pe_ablation import cli, config, encodings, evaluate, launch, trained, tuning
 from pe_ablation.record import Run
 
 SOURCE = """
@@ -243,7 +243,7 @@ def test_evaluate_scores_finished_runs_where_it_is_told(study, monkeypatch, caps
 
     def score(run_dir, overrides):
         if run_dir.name == "seed_1":
-            raise evaluate.EvaluationError("seed_1: has no checkpoint to evaluate")
+            raise trained.NotTrained("seed_1: has no checkpoint to evaluate")
         scored.append((run_dir.name, overrides))
         columns = ("encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status")
         return pd.DataFrame([dict.fromkeys(columns, "x")])

@@ -77,6 +77,17 @@ FIELDS = {
     "eval.max_windows": (None, 4),
     "eval.max_documents": (None, 2),
     "eval.batch_tokens": (4096, 1024),
+    "stream.window": (None, 63),
+    "stream.sinks": ((0, 1, 2, 4), (8,)),
+    "stream.tokens": (16384, None),
+    "stream.reset": (False, True),
+    "stream.baselines": (("dense", "recompute"), ()),
+    "stream.dense_tokens": (8192, 100),
+    "stream.recompute_targets": (512, 64),
+    "stream.evict": ("after", "before"),
+    "stream.positions": ("in_cache", "original"),
+    "stream.limit": (None, 64),
+    "stream.absolute": (None, "ring"),
     "wandb.project": (None, "mine"),
     "wandb.entity": (None, "us"),
     "wandb.group": (None, "first"),
@@ -444,7 +455,7 @@ def test_the_identity_changes_with_what_trains_and_nothing_else(path):
         "data.cache_dir", "data.tfds.data_dir", "label", "model.implementation", "train.checkpoint_every",
         "train.log_every",
     )  # fmt: skip
-    unchanged = path.startswith(("eval.", "wandb.")) or path in named
+    unchanged = path.startswith(("eval.", "stream.", "wandb.")) or path in named
     assert (config.training_identity(other) == config.training_identity(base)) == unchanged
     assert (config.point_identity(other) == config.point_identity(base)) == (unchanged or path == "seed")
 

@@ -25,6 +25,7 @@ from pe_ablation.huggingface import FolderError, export, import_folder
 from pe_ablation.model import GPT
 from pe_ablation.record import RecordError, Run
 from pe_ablation.sweep import Point
+from pe_ablation.trained import NotTrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -396,7 +397,7 @@ def test_what_is_no_gpt2_is_not_exported(tmp_path, overrides, message):
 def test_what_is_not_trained_is_not_exported_nor_over_what_is_there(tmp_path):
     cases = (("none", None, True, "has no checkpoint"), ("half", 1, True, "step 1 of 2 only"))
     for name, step, alive, message in (*cases, ("diverged", 1, False, "diverged")):
-        with pytest.raises(FolderError, match=message):
+        with pytest.raises((FolderError, NotTrained), match=message):
             export(trained(tmp_path / name, step=step, alive=alive).path, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     with pytest.raises(FolderError, match=r"y: is not an empty folder"):
@@ -448,7 +449,7 @@ def test_a_trained_run_still_has_to_reach_its_last_step(tmp_path):
     (tmp_path / "text").write_bytes(b"ab" * 20)
     text = {"data.source": "text", "data.text.validation": str(tmp_path / "text"), "data.cache_dir": str(tmp_path)}
     run = trained(tmp_path / "run", text, step=0)
-    with pytest.raises(evaluate.EvaluationError, match="trained to step 0 of 2 only"):
+    with pytest.raises(NotTrained, match="trained to step 0 of 2 only"):
         evaluate.evaluate_run(run.path)
 
 

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
-from flax import nnx
 
 from pe_ablation import checkpoint, evaluate, untrained
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.encodings.bias import t5_bucket_starts
 from pe_ablation.record import Run
+from pe_ablation.trained import load
 
 LENGTH, STEPS = 4, 2
 BUCKETS, MAX_DISTANCE = 6, 8
@@ -33,8 +33,7 @@ def trained(folder, name, **options):
 
 
 def entries(run):
-    params = nnx.state(evaluate._Scorer(run, run.experiment.eval).model, nnx.Param)
-    return untrained.find(run.path / "checkpoints", STEPS, params)
+    return load(run).unread
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +72,10 @@ def test_an_entry_that_the_cell_does_not_read_changes_nothing(t5):
     scorer = evaluate._Scorer(t5, t5.experiment.eval)
     last = np.zeros((BUCKETS, 2), bool)
     last[-1] = True
-    scorer.untrained = {"encodings/0/table/value": last}
+    entries = {"encodings/0/table/value": last}
     with tiny_runs.quick_compiles():
-        assert not scorer._reads_untrained("targets", 6, "none")
-        assert scorer._reads_untrained("targets", 12, "none")
+        assert not scorer._reads(entries, "targets", 6, "none")
+        assert scorer._reads(entries, "targets", 12, "none")
 
 
 @pytest.mark.parametrize("name", ["learned", "transformer_xl"])
