@@ -86,7 +86,8 @@ def _collapse(run: Run, cell: dict[str, Any], cells: list[dict[str, Any]]) -> di
     others = [each for each in cells if each["policy"]["name"] == "recompute" and _comparable(each, cell)]
     if cell["status"] != "ok" or not others:
         return nothing
-    own, other = (Scored(**run.arrays(each, Scored._fields, "streaming")) for each in (cell, others[-1]))
+    most = max(others, key=lambda each: each["settings"]["recompute_targets"])
+    own, other = (Scored(**run.arrays(each, Scored._fields, "streaming")) for each in (cell, most))
     policy = Policy(**cell["policy"])
     first = cell["window"] + (policy.evict == "after")
     known = dict(zip(zip(own.stream.tolist(), own.place.tolist(), strict=True), own.nats.tolist(), strict=True))

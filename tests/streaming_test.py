@@ -40,7 +40,7 @@ def scored(tmp_path_factory):
     @functools.cache
     def made(name, **overrides):
         one = asked(folder, name, **overrides)
-        run = written(folder / "-".join([name, *map(str, overrides.values())]), one)
+        run = written(folder / f"{name}-{overrides}".replace("/", ""), one)
         streaming.score(run, one)
         return run
 
@@ -63,9 +63,10 @@ def ids_of(run):
     return data.load(run.experiment.data, "validation").stored[:TOKENS].astype(np.int64)
 
 
-def logits(run, ids, **how):
-    """The oracle's logits of a text read token by token."""
-    loaded = trained.load(run)
+@functools.cache
+def for_oracle(path):
+    """Weights, number of heads and the formula of each layer."""
+    loaded = trained.load(record.Run(path))
     gpt = loaded.config
     flat = {path: value.astype(np.float64) for path, value in by_path(loaded.params).items()}
     own = encodings.find(gpt.encoding).per_layer
@@ -74,7 +75,13 @@ def logits(run, ids, **how):
         oracle.FORMULAS[gpt.encoding]({key: value[n] if key in own else value for key, value in named.items()})
         for n in range(gpt.num_layers)
     ]
-    return stream(for_gpt2(gpt, loaded.params), ids, gpt.num_heads, formulas, **how)[0]
+    return for_gpt2(gpt, loaded.params), gpt.num_heads, formulas
+
+
+def logits(run, ids, **how):
+    """The oracle's logits of a text read token by token."""
+    weights, heads, formulas = for_oracle(run.path)
+    return stream(weights, ids, heads, formulas, **how)[0]
 
 
 def nats_of(rows, targets):
@@ -126,15 +133,13 @@ def test_fresh_contexts_are_those_of_their_definition(scored, name):
 
 
 def test_recompute_scores_the_onset_and_an_even_sample(scored):
-    run = scored("rope", stream__baselines=("recompute",), stream__recompute_targets=40)
-    every = nats(
-        run, cells(scored("rope", stream__baselines=("recompute",), stream__recompute_targets=999))["recompute", 0]
-    )
-    found = nats(run, cells(run)["recompute", 0])
-    assert set(found) == {place for place in every if place < W + 1 + 32} | {W + 33, TOKENS - 2} | set(
-        place for place in found if place >= W + 33
-    )
-    assert len([place for place in found if place >= W + 33]) <= 8
+    how = {"stream__baselines": ("recompute",)}
+    few, whole = (scored("rope", **how, stream__recompute_targets=count) for count in (40, 1000))
+    found, every = (nats(run, cells(run)["recompute", 0]) for run in (few, whole))
+    onset_end = W + 1 + 32
+    late = [place for place in found if place >= onset_end]
+    assert {place for place in every if place < onset_end} == {place for place in found if place < onset_end}
+    assert late[0] == onset_end and late[-1] in (TOKENS - 3, TOKENS - 2) and 6 <= len(late) <= 8
     np.testing.assert_allclose([found[place] for place in found], [every[place] for place in found], rtol=1e-5)
 
 
@@ -144,7 +149,7 @@ def test_encodings_added_at_the_input_are_read_as_named(scored, absolute):
     ids = ids_of(run)
     cell = cells(run)["sink", 2]
     assert cell["method"] == ("in parallel" if absolute == "saturate" else "token by token")
-    how = {"embedded": lambda t: min(t, W if absolute == "layer0_fix" else W), "first_layer": absolute == "layer0_fix"}
+    how = {"embedded": lambda t: min(t, W), "first_layer": absolute == "layer0_fix"}
     close(nats(run, cell), nats_of(logits(run, ids, sinks=2, recent=W - 2, **how), ids[1:]))
 
 
@@ -252,11 +257,8 @@ def test_what_is_stored_is_not_read_again_and_more_sinks_are_new_cells(tmp_path,
 def test_a_longer_stream_another_window_and_a_split_are_other_cells(scored):
     one = scored("rope")
     reader = streaming._Reader(trained.load(one), one.experiment)
-    keys = {
-        reader.key(Policy("window", W)),
-        reader.key(Policy("window", W, evict="before")),
-        reader.key(Policy("sink", W, 2)),
-    }
+    policies = (Policy("window", W), Policy("window", W, evict="before"), Policy("sink", W, 2))
+    keys = {reader.key(policy) for policy in policies}
     for overrides in ({"stream.tokens": 50}, {"stream.reset": True}, {"stream.window": 6}):
         other = streaming._Reader(trained.load(one), config.read(config.to_dict(one.experiment), overrides))
         keys.add(other.key(Policy("window", other.window)))
@@ -297,7 +299,7 @@ def test_a_window_is_by_default_what_training_saw():
 
 def test_a_launch_scores_no_streams(tmp_path):
     with pytest.raises(ConfigError, match=r"eval\.protocols: 'stream' .*pe-ablation evaluate RUNS --protocols stream"):
-        launch.check([Point((asked(tmp_path),), "p")])
+        launch.check([Point((asked(tmp_path),))])
 
 
 # Tables
@@ -372,7 +374,5 @@ def test_windows_and_streams_may_be_asked_for_together(tmp_path, capsys):
     assert cli.main(["evaluate", str(run.path), "--protocols", "stream,blocks", "--lengths", "8,12"]) == 0
     assert "blocks" in (out := capsys.readouterr().out) and "sink 2+3" in out
     assert {cell["protocol"] for cell in run.cells()} == {"blocks"} and len(run.cells("streaming")) == 2
-    assert (
-        list(evaluate.asked_rows(run, config.read(run.config["experiment"], {"eval.protocols": ["stream"]})).index)
-        == []
-    )
+    stream_only = config.read(run.config["experiment"], {"eval.protocols": ["stream"]})
+    assert evaluate.asked_rows(run, stream_only).empty
