@@ -1,6 +1,8 @@
 # make demo   install, train the seven encodings of the quick sweep, print table and curves
 # make test   install, run the tests
 # make lint   install, ruff and pyright
+# make study-streaming  install, experiments/streaming: the quick sweep's models on one long text (20 minutes)
+# make bench  install, measure speed on this machine: runs/bench
 # make lock   write requirements.lock anew from setup.cfg
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := runs/extrapolation-quick
 
-.PHONY: demo test lint lock
+.PHONY: demo test lint bench lock study-streaming
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): requirements.lock setup.cfg pyproject.toml
@@ -32,6 +34,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+STREAM := $(BIN)/pe-ablation evaluate $(DEMO) --protocols stream --stream.tokens=131072
+study-streaming: $(INSTALLED)
+	$(BIN)/pe-ablation launch --config configs/extrapolation.py:quick --workdir $(DEMO)
+	for W in 31 63 127; do $(STREAM) --stream.window=$$W --stream.sinks=0,1,2,4,8 || exit; done
+	for how in saturate ring layer0_fix; do \
+	  $(STREAM) --stream.window=63 --stream.sinks=0,4 --stream.baselines= --stream.absolute=$$how || exit; done
+	$(BIN)/pe-ablation report $(DEMO)
+
+bench: $(INSTALLED)
+	$(BIN)/pe-ablation bench
 
 lock: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv

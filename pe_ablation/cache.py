@@ -139,5 +139,5 @@ def _joined(old: jax.Array, new: jax.Array) -> jax.Array:
 def _taken(old: jax.Array, new: jax.Array, source: jax.Array) -> jax.Array:
     """old [B,C,...] with the new tokens [B,T,...] that slots take (see `Past.source`)."""
     index = source.reshape(*source.shape, *[1] * (old.ndim - 2))
-    found = jnp.take_along_axis(new, jnp.maximum(index, 0), axis=1).astype(old.dtype)
-    return jnp.where(index >= 0, found, old)
+    found = new if new.shape[1] == 1 else jnp.take_along_axis(new, jnp.maximum(index, 0), axis=1)
+    return jnp.where(index >= 0, found.astype(old.dtype), old)

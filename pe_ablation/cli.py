@@ -159,6 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUNDIR", help="one finished run: POINT/seed_K")
     export.add_argument("folder", metavar="DIR", help="a folder that is empty or not there")
 
+    bench = _command(commands, "bench", _bench, "measure speed on this machine: ways to read a text without end")
+    bench.add_argument("--out", metavar="DIR", default="runs/bench", help="where to write (default: runs/bench)")
+    bench.add_argument("--tokens", metavar="N", type=int, default=100_000, help="of the text (default: 100000)")
+
     _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
     return parser
 
@@ -365,6 +369,12 @@ def _export_gpt2(args: argparse.Namespace) -> int:
 
     _leave_accelerators()
     return _print([f"{path}" for path in huggingface.export(args.run, args.folder)])
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from pe_ablation import bench
+
+    return _print(bench.write(args.out, tokens=args.tokens))
 
 
 def _encodings(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import pandas as pd
 
-from pe_ablation import atomic, cost, record, selection, verdict_tables, verdicts
+from pe_ablation import atomic, cost, record, selection, streaming_tables, verdict_tables, verdicts
 from pe_ablation import config as configuration
 from pe_ablation.claims import expected
 from pe_ablation.figure import curves, positions, save
@@ -92,7 +92,7 @@ def write(
     One split; all protocols, or one. A further protocol or settings has a section of its own in table.md and files of
     its own (table_2.csv, curves_2.png, positions_2.png, ...), in the order of `selections`. With `field` the rows are
     those of the values that `selection.choose` takes (on `seed`, if given), and grid.csv and grid.md hold its grid.
-    Intervals, differences to the arm `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics`
+    Streams that were scored are in streaming.csv and streaming.md, and at the end of table.md. Intervals, differences to the arm `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics`
     says, in bits per byte where `metric` is no ratio of sums. Returns the text of table.md. Files are replaced whole;
     raises ValueError as `rows` and `verdicts.statistics` do, and for rows that are not there.
     """
@@ -118,6 +118,8 @@ def write(
         atomic.write(out / "grid.csv", [to_csv(choice.grid)])
         atomic.write(out / "grid.md", [selection.to_markdown(choice).encode()])
     sections.append(cost.to_markdown(frame, **chosen[0]))
+    if streams := streaming_tables.write(runs_dir, out):
+        sections.append(streams)
     text = "\n".join([*sections, expected(frame)])
     atomic.write(out / "table.md", [text.encode()])
     return text

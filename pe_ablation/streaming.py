@@ -196,14 +196,14 @@ class _Reader:
 
     def _read_cached(self, policy: Policy, slices: list[slice]) -> Reading:
         """Chunk after chunk through the cache."""
-        piece, chunk = _pieces(policy, self.trained.abstract, max(each.stop - each.start for each in slices))
-        program = _program(self.trained.config, policy, piece, chunk)
+        piece, chunk = pieces(policy, self.trained.abstract, max(each.stop - each.start for each in slices))
+        compiled = program(self.trained.config, policy, piece, chunk)
         empty = eviction.cache(policy, self.trained.model, 1)
         parts, read, began = [], 0, time.monotonic()
         for number, each in enumerate(slices):
             cache, pending = jax.tree.map(jnp.array, empty), None
             for tokens, targets, positions in self._chunks(each, chunk):
-                nats, cache = program(self.trained.params, tokens, targets, positions, cache)
+                nats, cache = compiled(self.trained.params, tokens, targets, positions, cache)
                 if pending is not None:
                     parts.append(self._scored(number, *pending))
                 pending = (targets, positions, nats)
@@ -216,7 +216,7 @@ class _Reader:
             seconds,
             read,
             empty.bytes,
-            _scratch(program),
+            _scratch(compiled),
         )
 
     def _chunks(self, where: slice, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -242,7 +242,7 @@ class _Reader:
         seen = policy.seen
         rows = [row for number, each in enumerate(self.slices) for row in self._windows(policy, number, each)]
         batch = max(1, min(self.batch_tokens // seen, len(rows)))
-        program = _program_of_windows(self.trained.config, batch, seen)
+        compiled = program_of_windows(self.trained.config, batch, seen)
         parts, began = [], time.monotonic()
         for begin in range(0, len(rows), batch):
             part = rows[begin : begin + batch]
@@ -252,14 +252,14 @@ class _Reader:
                 tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
                 if self.first is not None:
                     tokens[row, 0] = self.first
-            nats = np.asarray(program(self.trained.params, tokens, targets))
+            nats = np.asarray(compiled(self.trained.params, tokens, targets))
             for row, (number, start, first, stop) in enumerate(part):
                 place = np.arange(seen) + start
                 places = np.where((place >= first) & (place < stop), place, -1)[None]
                 parts.append(self._scored(number, targets[row : row + 1], places, nats[row : row + 1]))
         seconds = time.monotonic() - began
         scored = _joined(parts)
-        return Reading(scored, "fresh contexts", seconds, len(scored.place), 0, _scratch(program))
+        return Reading(scored, "fresh contexts", seconds, len(scored.place), 0, _scratch(compiled))
 
     def _windows(self, policy: Policy, number: int, where: slice) -> Iterator[tuple[int, int, int, int]]:
         """(stream, start of the context, places scored: from, to) of each context."""
@@ -309,7 +309,7 @@ def _scratch(program: Any) -> int:
     return 0 if found is None else found.temp_size_in_bytes
 
 
-def _pieces(policy: Policy, model: GPT, longest: int) -> tuple[int, int]:
+def pieces(policy: Policy, model: GPT, longest: int) -> tuple[int, int]:
     """(tokens read at once, tokens of one call): a multiple of it, no more than there are."""
     most = eviction.piece(policy, model)
     piece = min(longest, PIECE * 4) if most is None else most if most <= PIECE else max(PIECE, most // 4)
@@ -317,7 +317,7 @@ def _pieces(policy: Policy, model: GPT, longest: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=32)
-def _program(config: GPTConfig, policy: Policy, piece: int, chunk: int) -> Any:
+def program(config: GPTConfig, policy: Policy, piece: int, chunk: int) -> Any:
     """params, tokens, targets and positions [1,chunk], cache -> nats [1,chunk], cache: `piece` tokens at a time."""
     graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
 
@@ -343,7 +343,7 @@ def _zeros(params: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _program_of_windows(config: GPTConfig, batch: int, length: int) -> Any:
+def program_of_windows(config: GPTConfig, batch: int, length: int) -> Any:
     """params, tokens and targets [batch,length] -> nats [batch,length]."""
     graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)

@@ -1,14 +1,16 @@
 """Streaming cells -> tidy rows -> one table: how each policy reads a text without end, arm by arm."""
 
+import functools
 import math
-from collections.abc import Container, Iterable
+import os
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from pe_ablation import atomic, record, tables
-from pe_ablation.eviction import Policy
+from pe_ablation import atomic, record, stats, tables
 from pe_ablation.record import Run
 from pe_ablation.streaming import BANDS, ONSET, Scored
 from pe_ablation.train import perplexity
@@ -17,9 +19,12 @@ POINT = ["train_length", "encoding", "point", "split", "text", "reset", "tokens"
 CASE = ["window", "policy", "sinks", "evict", "positions", "limit", "absolute"]
 POLICIES = ("full", "window", "sink", "recompute", "block_recompute")
 NAMES = {"full": "dense"}
+STRETCHES = 64
 NOTES = (
     "- Nats per token by place in the stream, W the cached tokens: below W, W to 2W, beyond; `onset`: the first "
     f"{ONSET} places at which something is missing. Lower is better.",
+    "- `less window`: nats per token from 2W on less those of the plain window on the same targets, and a 95 % "
+    f"bootstrap interval over seeds and {STRETCHES} stretches of the stream (or the documents, each its own stream).",
     "- `collapse`: perplexity over that of `recompute`, on the targets past the first eviction that both scored (`n`): "
     "1 is no loss at all.",
     "- tokens/s is of this machine, one stream at a time, without compilation; MB: cache, and scratch of the program.",
@@ -37,6 +42,7 @@ def rows(runs: Iterable[tuple[Run, Container[str] | None]]) -> pd.DataFrame:
 def _of_run(run: Run, keys: Container[str] | None) -> list[dict[str, Any]]:
     config = run.config
     cells = run.cells("streaming")
+    scored = functools.cache(lambda key: Scored(**run.arrays({"key": key}, Scored._fields, "streaming")))
     return [
         {
             "train_length": cell["train_length"],
@@ -53,7 +59,8 @@ def _of_run(run: Run, keys: Container[str] | None) -> list[dict[str, Any]]:
             "reason": cell.get("reason", ""),
             "method": cell.get("method", ""),
             **_bands(cell),
-            **_collapse(run, cell, cells),
+            **_collapse(cell, cells, scored),
+            **_stretches(cell, scored),
             "tokens_per_second": cell.get("tokens_per_second", math.nan),
             "cache_bytes": cell.get("cache_bytes", math.nan),
             "scratch_bytes": cell.get("scratch_bytes", math.nan),
@@ -80,22 +87,41 @@ def _bands(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _collapse(run: Run, cell: dict[str, Any], cells: list[dict[str, Any]]) -> dict[str, Any]:
+def _collapse(cell: dict[str, Any], cells: list[dict[str, Any]], scored: Callable[[str], Scored]) -> dict[str, Any]:
     """Perplexity past the first eviction over that of `recompute`, on the targets of both."""
     nothing = {"collapse": math.nan, "collapse_targets": 0}
     others = [each for each in cells if each["policy"]["name"] == "recompute" and _comparable(each, cell)]
     if cell["status"] != "ok" or not others:
         return nothing
     most = max(others, key=lambda each: each["settings"]["recompute_targets"])
-    own, other = (Scored(**run.arrays(each, Scored._fields, "streaming")) for each in (cell, most))
-    policy = Policy(**cell["policy"])
-    first = cell["window"] + (policy.evict == "after")
-    known = dict(zip(zip(own.stream.tolist(), own.place.tolist(), strict=True), own.nats.tolist(), strict=True))
-    theirs = zip(other.stream.tolist(), other.place.tolist(), other.nats.tolist(), strict=True)
-    differences = [known[at, place] - nats for at, place, nats in theirs if place >= first and (at, place) in known]
-    if not differences:
+    own, other = scored(cell["key"]), scored(most["key"])
+    _, mine, theirs = np.intersect1d(_places(own), _places(other), assume_unique=True, return_indices=True)
+    late = own.place[mine] >= cell["window"] + (cell["policy"]["evict"] == "after")
+    if not late.any():
         return nothing
-    return {"collapse": perplexity(math.fsum(differences) / len(differences)), "collapse_targets": len(differences)}
+    difference = own.nats[mine[late]].astype(np.float64) - other.nats[theirs[late]].astype(np.float64)
+    return {"collapse": perplexity(float(difference.mean())), "collapse_targets": int(late.sum())}
+
+
+def _places(scored: Scored) -> np.ndarray:
+    """One number for each target's stream and place."""
+    return scored.stream.astype(np.int64) << 40 | scored.place.astype(np.int64)
+
+
+def _stretches(cell: dict[str, Any], scored: Callable[[str], Scored]) -> dict[str, Any]:
+    """Sums of nats and numbers of tokens from 2 W on, by stretches of the stream, or by streams where there are some.
+
+    Arrays of equal length for cells of one stream, to be paired; what no table shows.
+    """
+    if cell["status"] != "ok":
+        return {"stretch_nats": None, "stretch_tokens": None}
+    found = scored(cell["key"])
+    late = found.place >= 2 * cell["window"]
+    reset, tokens = cell["settings"]["reset"], cell["settings"]["tokens"]
+    which = found.stream if reset else found.place * STRETCHES // tokens
+    count = int(found.stream.max()) + 1 if reset else STRETCHES
+    sums = [np.bincount(which[late], weights, count) for weights in (found.nats[late], np.ones(late.sum()))]
+    return {"stretch_nats": sums[0], "stretch_tokens": sums[1]}
 
 
 def _comparable(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -115,8 +141,11 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     ]
     records = []
     groups: Any = frame.groupby([*POINT, *CASE], sort=False, dropna=False)
-    for keys, group in groups:
-        record = dict(zip([*POINT, *CASE], keys, strict=True))
+    parts = dict(iter(groups))
+    for keys, group in parts.items():
+        record: dict[str, Any] = dict(zip([*POINT, *CASE], keys, strict=True))
+        window = tuple({"policy": "window", "sinks": 0}.get(name, record[name]) for name in (*POINT, *CASE))
+        record |= _less_window(group, parts.get(window)) if record["policy"] == "sink" else _NO_DIFFERENCE
         states = group.status.unique()
         record |= {"seeds": len(group), "status": states[0] if len(states) == 1 else "mixed"}
         record |= {"reason": group.reason.iloc[0], "method": group.method.iloc[0]}
@@ -126,6 +155,27 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     found = pd.DataFrame(records)
     order = sorted(found.index, key=lambda at: _presented(found.loc[at]))
     return found.loc[order].reset_index(drop=True)
+
+
+def _less_window(group: pd.DataFrame, window: pd.DataFrame | None) -> dict[str, float]:
+    """Nats per token from 2 W on less those of the plain window, paired over seeds and stretches, and its interval."""
+    if window is None or set(group.status) | set(window.status) != {"ok"} or set(group.seed) != set(window.seed):
+        return _NO_DIFFERENCE
+    used = np.stack(group.stretch_tokens.to_list()).min(axis=0) > 0
+    if not used.any():
+        return _NO_DIFFERENCE
+    found = stats.difference(_sample(group, used), _sample(window, used))
+    return dict(zip(_NO_DIFFERENCE, (found.mean, found.low, found.high), strict=True))
+
+
+_NO_DIFFERENCE = {"less_window": math.nan, "less_window_low": math.nan, "less_window_high": math.nan}
+
+
+def _sample(group: pd.DataFrame, used: np.ndarray) -> stats.Sample:
+    ordered: Any = group.sort_values("seed")
+    names = tuple(str(number) for number in np.flatnonzero(used))
+    nats, tokens = (np.stack(ordered[name].to_list())[:, used] for name in ("stretch_nats", "stretch_tokens"))
+    return stats.Sample(tuple(ordered.seed), names, nats, tokens)
 
 
 def _presented(row: Any) -> tuple:
@@ -164,8 +214,8 @@ def _line(cells: Any, widths: list[int]) -> str:
 
 
 COLUMNS = (
-    "encoding", "trained at", "seeds", "W", "policy", "below W", "W to 2W", "beyond", "onset", "collapse", "n", "read",
-    "tokens/s", "MB",
+    "encoding", "trained at", "seeds", "W", "policy", "below W", "W to 2W", "beyond", "less window", "onset",
+    "collapse", "n", "read", "tokens/s", "MB",
 )  # fmt: skip
 
 
@@ -185,6 +235,9 @@ def _cell(row: Any, column: str) -> str:
             return _named(row)
         case "read":
             return row.method if scored else row.status
+        case "less window":
+            low, high = row.less_window_low, row.less_window_high
+            return "" if math.isnan(row.less_window) else f"{row.less_window:+.3f} [{low:+.3f}, {high:+.3f}]"
         case "n":
             return f"{row.collapse_targets:,.0f}" if scored and row.collapse_targets else ""
         case "collapse":
@@ -214,12 +267,16 @@ def _named(row: Any) -> str:
     return f"{name} ({marks})" if marks else name
 
 
-def write(runs_dir: str | Path, out: Path) -> str:
+def _tidy(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.drop(columns=["stretch_nats", "stretch_tokens"])
+
+
+def write(runs_dir: str | os.PathLike[str], out: Path) -> str:
     """Write streaming.csv (a row per run and cell) and streaming.md; "" and nothing where no stream was scored."""
-    frame = rows((run, None) for run in record.find(runs_dir) if run.cells("streaming"))
+    frame = rows((run, None) for run in record.find(Path(runs_dir)) if run.cells("streaming"))
     if frame.empty:
         return ""
     text = to_markdown(frame)
-    atomic.write(out / "streaming.csv", [frame.to_csv(index=False, na_rep="NaN").encode()])
+    atomic.write(out / "streaming.csv", [_tidy(frame).to_csv(index=False, na_rep="NaN").encode()])
     atomic.write(out / "streaming.md", [text.encode()])
     return text

@@ -168,12 +168,12 @@ def test_many_chunks_and_longer_pieces_change_nothing(scored, monkeypatch, tmp_p
     before = {key: nats(run, cell) for key, cell in cells(run).items()}
     monkeypatch.setattr(streaming, "CHUNK", 12)
     monkeypatch.setattr(streaming, "PIECE", 4)
-    streaming._program.cache_clear()
+    streaming.program.cache_clear()
     again = written(tmp_path / "again", run.experiment)
     streaming.score(again, run.experiment)
     for key, cell in cells(again).items():
         close(nats(again, cell), before[key])
-    streaming._program.cache_clear()
+    streaming.program.cache_clear()
 
 
 def test_memory_does_not_grow_with_the_text(scored, monkeypatch, tmp_path):
