@@ -50,7 +50,7 @@ def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
-def taken_in_turns(ways: list[Way], rounds: int = ROUNDS) -> dict[str, list[float]]:
+def taken_in_turns(ways: list[Way], rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each way in each round; a call of each goes before, uncounted."""
     for way in ways:
         way.call()
@@ -124,7 +124,7 @@ def streams(size: str, encoding: str, tokens: int, window: int, sinks: int) -> d
         Way("token by token, a call each", 256, lambda: each(256)),
         Way("recompute", rows, lambda: jax.block_until_ready(fresh(params, contexts, contexts))),
     ]
-    rates = taken_in_turns(ways)
+    rates = taken_in_turns(ways, ROUNDS)
     about = {"tokens": tokens, "window": window, "sinks": sinks, "size": size, "encoding": encoding, "piece": piece}
     about |= {"parameters": count_parameters(config), "contexts_at_once": rows}
     return about | {"tokens_per_second": rates}

@@ -92,9 +92,10 @@ def write(
     One split; all protocols, or one. A further protocol or settings has a section of its own in table.md and files of
     its own (table_2.csv, curves_2.png, positions_2.png, ...), in the order of `selections`. With `field` the rows are
     those of the values that `selection.choose` takes (on `seed`, if given), and grid.csv and grid.md hold its grid.
-    Streams that were scored are in streaming.csv and streaming.md, and at the end of table.md. Intervals, differences to the arm `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics`
-    says, in bits per byte where `metric` is no ratio of sums. Returns the text of table.md. Files are replaced whole;
-    raises ValueError as `rows` and `verdicts.statistics` do, and for rows that are not there.
+    Streams that were scored are in streaming.csv and streaming.md, and in table.md. Intervals, differences to the arm
+    `baseline`, if named, and verdicts at a `margin` are as `verdicts.statistics` says, in bits per byte where `metric`
+    is no ratio of sums. Returns the text of table.md. Files are replaced whole; raises ValueError as
+    `rows` and `verdicts.statistics` do, and for rows that are not there.
     """
     configuration.convert(Literal[tuple(METRICS)], metric, "metric")
     frame, choice = asked(runs_dir, split, protocol, field, seed)
