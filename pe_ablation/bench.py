@@ -74,7 +74,7 @@ def streams(size: str, encoding: str, tokens: int, window: int, sinks: int) -> d
     config = GPTConfig(vocab_size=258, train_length=window + 1, encoding=encoding, **shape)
     model = GPT(config, rngs=nnx.Rngs(0))
     graph, params = nnx.split(model)
-    ids = np.random.default_rng(0).integers(0, 256, tokens + 1).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, 256, tokens + 1024).astype(np.int32)
     piece, chunk = streaming.pieces(policy, model, tokens)
     whole = streaming.program(config, policy, piece, chunk)
     one_by_one = streaming.program(config, policy, 1, 512)
