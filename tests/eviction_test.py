@@ -188,6 +188,18 @@ def test_a_window_and_no_sinks_are_a_masked_window():
     close(read(config, Policy("window", 4), tokens, 1, parts)[0], run(parts[1]))
 
 
+@pytest.mark.parametrize("name", encodings.names())
+def test_every_encoding_reads_a_window_at_its_own_places_as_the_masked_whole(name):
+    """T = 3 W for windows of 2, 3 and 5 keys, the token itself among them."""
+    config = tiny(encoding=name)
+    graph, parameters = parts = perturbed(config)
+    run = jax.jit(lambda parameters, tokens, window: nnx.merge(graph, parameters)(tokens, mask=Mask(window=window)))
+    for window in (2, 3, 5):
+        tokens = ids(config, 2, 3 * window)
+        policy = Policy("window", window - 1, positions="original")
+        close(read(config, policy, tokens, 1, parts)[0], run(parameters, tokens, window))
+
+
 @pytest.mark.parametrize("name", ["rope", "t5"])
 def test_one_layer_sees_what_an_ordinary_pass_over_the_kept_tokens_sees(name):
     config, policy = tiny(encoding=name, num_layers=1, train_length=8), Policy("sink", 5, 2)
