@@ -88,6 +88,23 @@ class View(NamedTuple):
 PLAIN = View(lambda pos: pos, lambda pos: pos, lambda query, key: (query >= 0) & (key >= 0))
 
 
+class LogitScale(NamedTuple):
+    """Logits times max(at_least, factor ln n), n being how many keys a query sees: softmax over more keys is flatter.
+
+    factor: float32 [H], or one for all heads. 1 / ln L is log-n scaling (Chiang and Cholak 2022, arXiv:2202.12172), a
+    learned one SSMax (Nakanishi 2025, arXiv:2501.19399).
+    """
+
+    factor: jax.Array | float
+    at_least: float = 0.0
+
+    def of(self, seen: jax.Array) -> jax.Array:
+        """float32 [B or 1,H or 1,T,1] of bool [B or 1,1,T,S]."""
+        count = jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1).astype(jnp.float32)
+        factor = jnp.reshape(jnp.asarray(self.factor, jnp.float32), (-1, 1, 1))
+        return jnp.maximum(self.at_least, factor * jnp.log(count))
+
+
 class Dropout(NamedTuple):
     """Attention dropout: the rate in [0, 1) and a key."""
 
@@ -103,6 +120,7 @@ def attend(
     *,
     mask: Mask | None = None,
     views: Sequence[View] = (),
+    scale: LogitScale | None = None,
     dropout: Dropout | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -128,7 +146,7 @@ def attend(
     queries = [_shown(encoding.query, q, None, view.query) for view in views]
     keys = [_shown(encoding.key, k, view.slots, view.key) for view in views]
     batch, length, heads, _ = q.vec.shape
-    tile = functools.partial(_tile, encoding, mask, [view.when for view in views])
+    tile = functools.partial(_tile, encoding, mask, scale, [view.when for view in views])
     if chosen(implementation, batch, heads, length, k.vec.shape[1]) == "dense":
         return tile((keys, k, v), queries, q, dropout)
     return _blockwise(tile, (keys, k, v), queries, q, dropout, mask.causal and mask.ordered)
@@ -171,7 +189,7 @@ def _blank(x: jax.Array, pos: jax.Array) -> jax.Array:
     return jnp.where((pos >= 0)[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-def _tile(encoding, mask, whens, keys, queries, q, dropout):
+def _tile(encoding, mask, scale, whens, keys, queries, q, dropout):
     """Attention of some queries over some keys, both as each view shows them and as they are: [B,T,H,D]."""
     keys, k, v = keys
     views = list(zip(whens, queries, keys, strict=True))
@@ -182,6 +200,8 @@ def _tile(encoding, mask, whens, keys, queries, q, dropout):
         here = when(q.pos[:, :, None], k.pos[:, None, :own])[:, None]
         moved = jnp.where(here, _scores(encoding, query, key, q, k, seen[..., :own]), logits[..., :own])
         logits = jnp.concatenate([moved, logits[..., own:]], axis=-1)
+    if scale is not None:
+        logits = jnp.where(seen, logits, 0.0) * scale.of(seen)
     logits = jnp.where(seen, logits, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))

@@ -54,6 +54,7 @@ class ModelConfig:
     pattern: tuple | None = None
     sharing: Literal["paper", "all", "none"] = "paper"
     embed_scale: Literal["1", "sqrt_d"] = "1"
+    logit_scale: Literal["none", "log_n", "log_n_beyond", "learned"] = "none"
     dropout_embed: float = 0.0
     dropout_attention: float = 0.0
     dropout_residual: float = 0.0

@@ -328,6 +328,7 @@ def _refuse_other_functions(run: Run, experiment: Experiment) -> None:
         "encoding.name": (experiment.encoding.name, "learned"),
         "model.pattern": (model.pattern, None),
         "model.embed_scale": (model.embed_scale, "1"),
+        "model.logit_scale": (model.logit_scale, "none"),
     }
     for path, (given, wanted) in allowed.items():
         if given != wanted:

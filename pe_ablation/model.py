@@ -17,13 +17,14 @@ from flax import nnx
 from jax.core import Tracer
 
 from pe_ablation import encodings
-from pe_ablation.attention import IMPLEMENTATIONS, Dropout, Mask, View, attend
+from pe_ablation.attention import IMPLEMENTATIONS, Dropout, LogitScale, Mask, View, attend
 from pe_ablation.cache import Cache, Layer, Past
 from pe_ablation.encodings import Encoding, Scores, Tokens
 from pe_ablation.encodings.base import INIT_STDDEV
 
 EPSILON = 1e-5
 UNROLL = 4  # groups of layers a loop step: a fully rolled scan takes 1.3x as long on CPU, a full unroll long to compile
+LOGIT_SCALES = ("none", "log_n", "log_n_beyond", "learned")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 # Decoders by name. GPT-2's layers and dims are those of Radford et al. 2019, Table 2, its heads (64 wide) those of the
@@ -56,6 +57,9 @@ class GPTConfig:
     `pattern`: a tuple of (encoding, window) that repeats over the layers, an encoding being a name or {name, options};
     None is every layer the same. Equal encodings of a pattern are one encoding. `sharing`: which of an encoding's
     parameters the layers share: all, none, or as in its paper. `embed_scale` multiplies token embeddings at the input.
+    `logit_scale`, for a query that sees n keys and a training length L: none; log_n: ln n / ln L; log_n_beyond: the
+    same, at least 1, for a model that was trained without; learned: s_h ln n, one s > 0 a head and layer, at first
+    1 / ln L (see `attention.LogitScale`).
     """
 
     vocab_size: int
@@ -69,6 +73,7 @@ class GPTConfig:
     pattern: tuple | None = None
     sharing: str = "paper"
     embed_scale: float = 1.0
+    logit_scale: str = "none"
     dropout_embed: float = 0.0
     dropout_attention: float = 0.0
     dropout_residual: float = 0.0
@@ -89,10 +94,17 @@ class GPTConfig:
         for name in ("dropout_embed", "dropout_attention", "dropout_residual"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [0, 1)")
-        allowed = {"sharing": ("all", "none", "paper"), "dtype": tuple(DTYPES), "implementation": IMPLEMENTATIONS}
+        allowed = {
+            "sharing": ("all", "none", "paper"),
+            "logit_scale": LOGIT_SCALES,
+            "dtype": tuple(DTYPES),
+            "implementation": IMPLEMENTATIONS,
+        }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: {', '.join(values)}")
+        if self.logit_scale != "none" and self.train_length < 2:
+            raise ValueError(f"logit_scale: {self.logit_scale!r} needs a training length of 2 at least: ln 1 is 0")
         for slot in self.distinct:
             _check_encoding(self, slot)
 
@@ -216,6 +228,9 @@ class Block(nnx.Module):
         self.mlp_norm = _layer_norm(dim, dtype)
         self.mlp_in = _linear(key, "mlp_in", dim, config.hidden_dim, INIT_STDDEV, dtype)
         self.mlp_out = _linear(key, "mlp_out", config.hidden_dim, dim, residual, dtype)
+        if config.logit_scale == "learned":
+            start = math.log(math.expm1(1 / math.log(config.train_length)))  # softplus of it is 1 / ln L
+            self.logit_scale = nnx.Param(jnp.full(config.num_heads, start, jnp.float32))
 
     def __call__(
         self,
@@ -240,6 +255,14 @@ class Block(nnx.Module):
         q, k, v = (part.reshape(heads) for part in jnp.split(self.qkv(x.reshape(-1, x.shape[-1])), 3, axis=-1))
         return q, k, v
 
+    def _scale(self) -> LogitScale | None:
+        config = self.config
+        if config.logit_scale == "none":
+            return None
+        if config.logit_scale == "learned":
+            return LogitScale(jax.nn.softplus(self.logit_scale[...]))
+        return LogitScale(1 / math.log(config.train_length), 1.0 if config.logit_scale == "log_n_beyond" else 0.0)
+
     def _attention(self, x, pos, encoding, mask, dropout_key, past, views):
         normed = self.attention_norm(x)
         q, k, v = self.project(normed)
@@ -257,6 +280,7 @@ class Block(nnx.Module):
             values,
             mask=mask,
             views=views,
+            scale=self._scale(),
             dropout=dropout,
             implementation=self.config.implementation,
         )

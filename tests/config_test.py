@@ -25,6 +25,7 @@ FIELDS = {
     "model.pattern": (None, (("none", 8),)),
     "model.sharing": ("paper", "none"),
     "model.embed_scale": ("1", "sqrt_d"),
+    "model.logit_scale": ("none", "log_n"),
     "model.dropout_embed": (0.0, 0.1),
     "model.dropout_attention": (0.0, 0.1),
     "model.dropout_residual": (0.0, 0.1),
@@ -238,7 +239,7 @@ def test_an_option_becomes_the_type_its_class_says():
     [
         ("train.learning_rte", "train.learning_rte: no such field (did you mean learning_rate?)"),
         ("trian.steps", "trian: no such field (did you mean train?)"),
-        ("zzz", "allowed: encoding, model, data, train, eval, seed, label"),
+        ("zzz", "allowed: encoding, model, data, train, eval, stream, seed, label"),
         ("train.steps.more", "train.steps"),
         ("encoding.options.bse", "encoding.options.bse: rope has no such option (did you mean base?)"),
         ("encoding.options.num_buckets", "allowed: base, fraction, interleaved"),
