@@ -27,6 +27,7 @@ NOTES = (
     f"bootstrap interval over seeds and {STRETCHES} stretches of the stream (or the documents, each its own stream).",
     "- `collapse`: perplexity over that of `recompute`, on the targets past the first eviction that both scored (`n`): "
     "1 is no loss at all.",
+    "- `recompute` scores a sample of places past its first window: its bands are not of the same tokens as the others'.",
     "- tokens/s is of this machine, one stream at a time, without compilation; MB: cache, and scratch of the program.",
 )
 
@@ -195,18 +196,27 @@ def _presented(row: Any) -> tuple:
 
 def to_markdown(frame: pd.DataFrame) -> str:
     """The table of `rows`, with what its columns are."""
-    found: list[Any] = list(summary(frame).itertuples())
+    every: list[Any] = list(summary(frame).itertuples())
+    found = [row for row in every if row.status != "n/a"]
     lines = [[_cell(row, name) for name in COLUMNS] for row in found]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
     text = [_line(COLUMNS, widths), _line(["-" * (width - 1) + ":" for width in widths], widths)]
     text += [_line(line, widths) for line in lines]
-    reasons = {f"- {row.encoding}, {_named(row)}: {row.reason}" for row in found if row.status == "n/a"}
     about = {
         f"- {row.encoding} trained at {row.train_length}: {row.tokens:,} tokens of the {row.split} split"
         f"{', each document a stream' if row.reset else ', one stream'}"
-        for row in found
+        for row in every
     }
-    return "\n".join(["**Streams**", "", *text, "", *NOTES, *sorted(about), *sorted(reasons)]) + "\n"
+    return "\n".join(["**Streams**", "", *text, "", *NOTES, *sorted(about), *_not_read(every)]) + "\n"
+
+
+def _not_read(rows: list[Any]) -> list[str]:
+    """A line per arm and reason for which it was not read under some policies."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.status == "n/a":
+            reasons.setdefault((row.encoding, row.reason), []).append(f"{_named(row)} of W {row.window}")
+    return [f"- n/a: {arm}, {', '.join(names)}: {reason}" for (arm, reason), names in reasons.items()]
 
 
 def _line(cells: Any, widths: list[int]) -> str:

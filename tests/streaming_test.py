@@ -318,10 +318,10 @@ def test_the_table_has_a_row_per_policy_and_says_why_one_is_missing(scored):
     runs = [(scored(name), None) for name in ("rope", "learned")]
     table = streaming_tables.to_markdown(streaming_tables.rows(runs))
     lines = [line for line in table.splitlines() if line.startswith("|")]
-    policies = [[part.strip() for part in line.split("|")][5] for line in lines[2:]]
-    assert policies == ["dense", "window", "sink 2+3", "recompute"] * 2
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["learned"] * 4 + ["rope"] * 4
-    assert table.count("n/a") == 2 and "- learned, sink 2+3: absolute" in table
+    rows = [[part.strip() for part in line.split("|")[1:6]] for line in lines[2:]]
+    assert [row[4] for row in rows] == ["dense", "recompute", "dense", "window", "sink 2+3", "recompute"]
+    assert [row[0] for row in rows] == ["learned"] * 2 + ["rope"] * 4
+    assert table.count("n/a") == 1 and "- n/a: learned, window of W 5, sink 2+3 of W 5: absolute: the" in table
     wide = cells(scored("rope"))["sink", 2]["bands"]["beyond"]["nats"]
     assert f"{wide:.3f}" in lines[-2]
 
