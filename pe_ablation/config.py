@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from ml_collections.config_dict import RequiredValueError
 
-from pe_ablation import encodings
-from pe_ablation.model import SIZES, GPTConfig
+from pe_ablation import encodings, positions
+from pe_ablation.model import SIZES, GPTConfig, max_position
 
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
@@ -121,6 +121,34 @@ class DataConfig:
     block: int = 64
     train_bytes: int | None = None
     cache_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionsConfig:
+    """Which positions a window's tokens are shown at (see `positions`); those of `randomized` and `interpolated` are
+    below `maximum`. `evaluation` of `randomized`: an even grid over all of them, one draw for each length, or 0, 1, 2,
+    ..., of which long windows in training see few.
+    """
+
+    name: Literal["contiguous", "randomized", "interpolated", "documents"] = "contiguous"
+    maximum: int | None = None
+    evaluation: Literal["spread", "random", "contiguous"] = "spread"
+
+    def placed(self, length: int) -> positions.Placed | None:
+        """Where an evaluation shows windows of `length` tokens; None: at 0, 1, 2, ..."""
+        if self.maximum is None or (self.name == "randomized" and self.evaluation == "contiguous"):
+            return None
+        if self.name == "randomized" and self.evaluation == "random":
+            return positions.drawn_once(length, self.maximum)
+        return positions.spread(length, self.maximum)
+
+    def refuse_decoding(self) -> None:
+        """ConfigError where positions depend on how long the text will have been."""
+        if self.name == "interpolated" or (self.name == "randomized" and self.evaluation != "contiguous"):
+            raise ConfigError(
+                f"positions.evaluation: {self.evaluation!r} with positions.name {self.name!r} depends on a text's "
+                "whole length, which is not known a token at a time; allowed: 'randomized' with 'contiguous'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +258,7 @@ class Experiment:
     encoding: EncodingConfig = dataclasses.field(default_factory=EncodingConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    positions: PositionsConfig = dataclasses.field(default_factory=PositionsConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
@@ -581,7 +610,32 @@ def _checked(experiment: Experiment) -> Experiment:
     except ValueError as error:
         place = "" if str(error).startswith("encoding.") else "model."
         raise ConfigError(f"{place}{error}") from None
+    _check_positions(experiment)
     return experiment
+
+
+def _check_positions(experiment: Experiment) -> None:
+    """The highest position that is drawn exists, and windows fit below it."""
+    chosen, train = experiment.positions, experiment.train
+    drawn = chosen.name in ("randomized", "interpolated")
+    if drawn != (chosen.maximum is not None):
+        raise ConfigError(
+            f"positions.maximum: {chosen.maximum} with positions.name {chosen.name!r}; randomized and interpolated "
+            "need one, others have none"
+        )
+    if chosen.name != "randomized" and chosen.evaluation != PositionsConfig.evaluation:
+        raise ConfigError(f"positions.evaluation: {chosen.evaluation!r} goes with positions.name 'randomized' alone")
+    if chosen.maximum is None:
+        return
+    longest = experiment.eval.longest(train.length) if chosen.placed(train.length) else train.length
+    if chosen.maximum < longest:
+        raise ConfigError(f"positions.maximum: {chosen.maximum} is below the longest window of {longest} tokens")
+    limit = max_position(experiment.gpt(vocab_size=258))
+    if limit is not None and chosen.maximum > limit:
+        raise ConfigError(
+            f"positions.maximum: {chosen.maximum}, but {experiment.encoding.name} has {limit} positions; set "
+            f"encoding.options.rows to {chosen.maximum}, or a lower maximum"
+        )
 
 
 def _check_ranges(experiment: Experiment) -> None:

@@ -217,6 +217,7 @@ def generate(
     """
     if not trained.alive:
         raise GenerationError(f"{trained.run.path}: diverged; there is nothing to generate from")
+    trained.experiment.positions.refuse_decoding()
     if not prompts or max_new_tokens < 0:
         raise GenerationError(f"{len(prompts)} prompts, max_new_tokens {max_new_tokens}; at least 1 and 0")
     ids = [_started(trained, prompt) for prompt in prompts]

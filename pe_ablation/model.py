@@ -21,6 +21,7 @@ from pe_ablation.attention import IMPLEMENTATIONS, Dropout, LogitScale, Mask, Vi
 from pe_ablation.cache import Cache, Layer, Past
 from pe_ablation.encodings import Encoding, Scores, Tokens
 from pe_ablation.encodings.base import INIT_STDDEV
+from pe_ablation.positions import Placed
 
 EPSILON = 1e-5
 UNROLL = 4  # groups of layers a loop step: a fully rolled scan takes 1.3x as long on CPU, a full unroll long to compile
@@ -240,12 +241,13 @@ class Block(nnx.Module):
         mask: Mask,
         dropout_key: jax.Array | None,
         *,
+        segments: jax.Array | None = None,
         past: Past | None = None,
         views: Sequence[View] = (),
     ) -> tuple[jax.Array, Layer | None]:
         """x [B,T,M], pos int32 [B or 1,T] -> [B,T,M], and what `past` is with these tokens written to it."""
         rate = self.config.dropout_residual
-        out, layer = self._attention(x, pos, encoding, mask, dropout_key, past, views)
+        out, layer = self._attention(x, pos, segments, encoding, mask, dropout_key, past, views)
         x = x + _drop(out, rate, dropout_key, "attention_residual")
         return x + _drop(self._mlp(x), rate, dropout_key, "mlp_residual"), layer
 
@@ -263,11 +265,11 @@ class Block(nnx.Module):
             return LogitScale(jax.nn.softplus(self.logit_scale[...]))
         return LogitScale(1 / math.log(config.train_length), 1.0 if config.logit_scale == "log_n_beyond" else 0.0)
 
-    def _attention(self, x, pos, encoding, mask, dropout_key, past, views):
+    def _attention(self, x, pos, segments, encoding, mask, dropout_key, past, views):
         normed = self.attention_norm(x)
         q, k, v = self.project(normed)
         state, carry = encoding.state(normed, pos, None if past is None else past.layer.carry) or (None, None)
-        keys, values, layer = Tokens(k, pos, state), v, None
+        keys, values, layer = Tokens(k, pos, state, segments), v, None
         if past is not None:
             layer = past.written(keys, v, carry)
             keys, values = past.followed_by(keys, v)
@@ -275,7 +277,7 @@ class Block(nnx.Module):
         dropout = None if dropout_key is None or rate == 0.0 else Dropout(rate, keyed(dropout_key, "attention"))
         out = attend(
             encoding,
-            Tokens(q, pos, state),
+            Tokens(q, pos, state, segments),
             keys,
             values,
             mask=mask,
@@ -341,18 +343,26 @@ class GPT(nnx.Module):
         *,
         mask: Mask | None = None,
         views: Sequence[View] = (),
+        placed: Placed | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """tokens int32 [B,T], positions int32 [T] or [B or 1,T] (default 0..T-1) -> logits float32 [B,T,V].
 
-        Without `dropout_key` nothing is dropped. Outside a trace, ids past the vocabulary and positions past the
-        encoding's table raise ValueError; inside one they give NaN.
+        `placed`: the encoding is shown the tokens at these positions instead, and nobody sees other segments; neither
+        `positions` nor `views` go with it. Without `dropout_key` nothing is dropped. Outside a trace, ids past the
+        vocabulary and positions past the encoding's table raise ValueError; inside one they give NaN.
         """
         mask = dataclasses.replace(mask or Mask(), ordered=positions is None)
         pos = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
         pos = pos[None] if pos.ndim == 1 else pos
-        x = self.embed(tokens, pos, dropout_key)
-        return self._logits(self._layers(x, pos, mask, views, dropout_key)[0])
+        if placed is None:
+            x = self.embed(tokens, pos, dropout_key)
+            return self._logits(self._layers(x, pos, mask, views, dropout_key)[0])
+        if positions is not None or views:
+            raise ValueError("placed: goes without positions and views of one's own")
+        mask = dataclasses.replace(mask, segments=placed.segments is not None)
+        x = self.embed(tokens, placed.positions, dropout_key)
+        return self._logits(self._layers(x, pos, mask, (placed.view(),), dropout_key, segments=placed.segments)[0])
 
     def decode(
         self,
@@ -429,7 +439,7 @@ class GPT(nnx.Module):
         graph, own, shared = _per_layer(self.config, self.config.distinct[which], self.encodings[which])
         return nnx.merge(graph, jax.tree.map(lambda p: p[0], own), shared)
 
-    def _layers(self, x, pos, mask, views, dropout_key, cache=None):
+    def _layers(self, x, pos, mask, views, dropout_key, cache=None, segments=None):
         config = self.config
         groups = config.num_layers // len(config.slots)
         block_defs, block_states = zip(*(nnx.split(block) for block in self.blocks), strict=True)
@@ -449,7 +459,7 @@ class GPT(nnx.Module):
                 block = nnx.merge(block_defs[number], blocks[number])
                 own_past = None if past is None else past(kept[number])
                 narrowed = mask.narrowed(config.slots[number].window)
-                x, written = block(x, pos, encoding, narrowed, key, past=own_past, views=views)
+                x, written = block(x, pos, encoding, narrowed, key, segments=segments, past=own_past, views=views)
                 layers.append(written)
             return x, tuple(layers)
 
@@ -497,6 +507,11 @@ def refuse_positions(positions: Any, max_position: int | None) -> None:
     last = int(np.asarray(positions).max())
     if last >= max_position:
         raise ValueError(f"position {last} is past the encoding's {max_position} positions (0..{max_position - 1})")
+
+
+def max_position(config: GPTConfig) -> int | None:
+    """How many positions a decoder of this shape has; None: any number."""
+    return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))).max_position
 
 
 def count_parameters(config: GPTConfig) -> int:

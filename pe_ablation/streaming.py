@@ -88,6 +88,7 @@ def score(run: Run, experiment: Experiment) -> list[dict[str, Any]]:
     Raises NotTrained, ConfigError for a stream that is longer than the split, EvictionError for fields that make no
     sense, StreamError for NaN.
     """
+    run.experiment.positions.refuse_decoding()
     reader = _Reader(trained.load(run), experiment)
     stored = {cell["key"]: cell for cell in run.cells("streaming")}
     found = []

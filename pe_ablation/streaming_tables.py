@@ -27,7 +27,7 @@ NOTES = (
     f"bootstrap interval over seeds and {STRETCHES} stretches of the stream (or the documents, each its own stream).",
     "- `collapse`: perplexity over that of `recompute`, on the targets past the first eviction that both scored (`n`): "
     "1 is no loss at all.",
-    "- `recompute` scores a sample of places past its first window: its bands are not of the same tokens as the others'.",
+    "- `recompute` scores a sample of places past its first window: its bands are not of the tokens of the others'.",
     "- tokens/s is of this machine, one stream at a time, without compilation; MB: cache, and scratch of the program.",
 )
 

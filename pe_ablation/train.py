@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pe_ablation import attention, data, stopping
+from pe_ablation import attention, data, positions, stopping
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import Experiment, TrainConfig, point_identity, read, refuse_imported
 from pe_ablation.model import GPT, GPTConfig, keyed
@@ -110,20 +110,33 @@ def accumulate(loss_sums, params: Any, micro_batches: Any) -> tuple[Any, dict[st
     return jax.tree.map(lambda g: g / tokens, grads), sums
 
 
-def train_step(
-    graph: Any, optimizer: Any, tokenizer: data.Tokenizer, state: TrainState, windows: jax.Array, seed: jax.Array
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step of one seed on int32 windows [A,B,L+1]; metrics are sums over the batch, and the gradient's norm.
+Place = Callable[[jax.Array, jax.Array], positions.Placed | None]  # inputs [B,L] and a key -> where they stand
 
-    BOS is no target; EOS is one, so that generation can stop. After a step that is not finite the state stays frozen.
+
+def train_step(
+    graph: Any,
+    optimizer: Any,
+    tokenizer: data.Tokenizer,
+    place: Place,
+    state: TrainState,
+    windows: jax.Array,
+    seed: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One step of one seed on int32 windows [A,B,L+1], whose inputs [B,L] `place` gives positions.
+
+    Metrics are sums over the batch, and the gradient's norm. BOS is no target; EOS is one, so that generation can stop.
+    After a step that is not finite the state stays frozen.
     """
     key = jax.random.fold_in(keyed(jax.random.key(seed), "dropout"), state.step)
     bos = -1 if tokenizer.bos is None else tokenizer.bos  # -1 is no target either
     sizes = jnp.asarray(tokenizer.bytes_per_token, jnp.float32)
 
+    drawing = jax.random.fold_in(keyed(jax.random.key(seed), "positions"), state.step)
+
     def loss_sums(params, micro_batch):
         index, tokens = micro_batch
-        logits = nnx.merge(graph, params)(tokens[:, :-1], dropout_key=jax.random.fold_in(key, index))
+        placed = place(tokens[:, :-1], jax.random.fold_in(drawing, index))
+        logits = nnx.merge(graph, params)(tokens[:, :-1], placed=placed, dropout_key=jax.random.fold_in(key, index))
         targets = tokens[:, 1:]
         weight = (targets != bos).astype(jnp.float32)
         nats = jnp.sum(weight * window_nats(logits, targets))
@@ -139,6 +152,21 @@ def train_step(
     )
     metrics |= {"gradient_norm": norm, "alive": alive, "was_alive": state.alive}
     return TrainState(params, optimizer_state, state.step + 1, alive), metrics
+
+
+def placing(experiment: Experiment, tokenizer: data.Tokenizer) -> Place:
+    """How an experiment's training windows are given positions."""
+    chosen, bos = experiment.positions, experiment.data.bos
+    if chosen.name == "randomized":
+        return lambda tokens, key: positions.randomized(key, tokens.shape[1], chosen.maximum or 0)
+    if chosen.name == "interpolated":
+        return lambda tokens, key: positions.spread(tokens.shape[1], chosen.maximum or 0)
+    if chosen.name == "documents" and bos == "document":
+        return lambda tokens, key: positions.documents(tokens, tokens == tokenizer.bos)
+    if chosen.name == "documents":
+        ends = lambda tokens: jnp.roll(tokens == tokenizer.eos, 1, axis=1).at[:, 0].set(False)  # noqa: E731
+        return lambda tokens, key: positions.documents(tokens, ends(tokens))
+    return lambda tokens, key: None
 
 
 def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
@@ -200,7 +228,8 @@ class _Fit:
         self.tokens = data.load(experiment.data, "train")
         self.batches = [self._batches(seed) for seed in seeds]
         graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0))))
-        step = functools.partial(train_step, graph, self.optimizer, self.tokenizer)
+        place = placing(experiment, self.tokenizer)
+        step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place)
         self.step = jax.jit(_over_seeds(step, len(seeds)), donate_argnums=0)
         self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
 

@@ -54,6 +54,9 @@ FIELDS = {
     "data.block": (64, 128),
     "data.train_bytes": (None, 1000),
     "data.cache_dir": (None, "elsewhere"),
+    "positions.name": ("contiguous", "documents"),
+    "positions.maximum": (None, 2048),
+    "positions.evaluation": ("spread", "random"),
     "train.length": (64, 32),
     "train.steps": (1000, 2000),
     "train.batch_tokens": (4096, 8192),
@@ -239,7 +242,7 @@ def test_an_option_becomes_the_type_its_class_says():
     [
         ("train.learning_rte", "train.learning_rte: no such field (did you mean learning_rate?)"),
         ("trian.steps", "trian: no such field (did you mean train?)"),
-        ("zzz", "allowed: encoding, model, data, train, eval, stream, seed, label"),
+        ("zzz", "allowed: encoding, model, data, positions, train, eval, stream, seed, label"),
         ("train.steps.more", "train.steps"),
         ("encoding.options.bse", "encoding.options.bse: rope has no such option (did you mean base?)"),
         ("encoding.options.num_buckets", "allowed: base, fraction, interleaved"),

@@ -79,9 +79,15 @@ def test_the_cache_imports_the_base_of_encodings_alone():
     assert found and not under(found, "pe_ablation.encodings.base")
 
 
-def test_model_imports_encodings_attention_and_cache_alone():
+def test_positions_import_attention_alone():
+    found = own(PACKAGE / "positions.py")
+    assert found and not under(found, "pe_ablation.attention")
+
+
+def test_model_imports_encodings_attention_cache_and_positions_alone():
     found = own(PACKAGE / "model.py")
-    assert not under(found, "pe_ablation.encodings", "pe_ablation.attention", "pe_ablation.cache")
+    below = ("pe_ablation.encodings", "pe_ablation.attention", "pe_ablation.cache", "pe_ablation.positions")
+    assert not under(found, *below)
     assert under(found, "pe_ablation.encodings") and under(found, "pe_ablation.attention")
 
 
