@@ -25,8 +25,8 @@ B, T = 2, 7
 V = 13
 REACH = 256  # tokens of the run in which parameters must get a gradient
 LAST = 2**31 - 1
-ORDERED = np.array([[0, 1, 2, 3, 4, 5, 6], [2, 3, 5, 8, 9, 14, 15]], np.int32)
-PADDED = np.array([[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 1, 2, 3, 4]], np.int32)
+ORDERED: Any = np.array([[0, 1, 2, 3, 4, 5, 6], [2, 3, 5, 8, 9, 14, 15]], np.int32)
+PADDED: Any = np.array([[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 1, 2, 3, 4]], np.int32)
 EXTREMES = np.array([[-(2**31), -1, 0, 1, 300, 2**30, LAST]] * B, np.int32)
 SHIFTS = (1, 8, 300, 4097, 20_000)
 
@@ -106,7 +106,7 @@ class Subject:
 
     @functools.cached_property
     def scored(self) -> Callable[..., Any]:
-        """Jitted (parameters, x, y [B,T,H,D], positions of both) -> logits [B,H,T,S] before any mask, embed included."""
+        """Jitted (parameters, x, y [B,T,H,D], positions of both) -> unmasked logits [B,H,T,S], embed included."""
 
         def score(parameters, x, y, query_positions, key_positions):
             encoding = nnx.merge(self.graph, parameters)
@@ -116,9 +116,8 @@ class Subject:
             )
             query, key = encoding.query(q, query_positions), encoding.key(k, key_positions)
             a = jnp.einsum("bthd,bshd->bhts", query, key) * D**-0.5
-            return encoding.logits(
-                a, _with_state(encoding, q, query_positions), _with_state(encoding, k, key_positions)
-            )
+            sides = _with_state(encoding, q, query_positions), _with_state(encoding, k, key_positions)
+            return encoding.logits(a, *sides)
 
         return jax.jit(score)
 
@@ -140,9 +139,8 @@ def battery(name: str, options: Mapping[str, Any] | None = None) -> Iterator[Res
         try:
             yield from check(subject)
         except Exception as error:  # a hook that raises is a finding about the encoding, not about the battery
-            yield Result(
-                check.__name__.replace("_", " "), np.inf, 0.0, f"{type(error).__name__}: {error}".split("\n")[0]
-            )
+            note = f"{type(error).__name__}: {error}".split("\n")[0]
+            yield Result(check.__name__.strip("_").replace("_", " "), np.inf, 0.0, note)
 
 
 def _shapes_and_dtypes(subject: Subject) -> Iterator[Result]:
@@ -194,8 +192,9 @@ def _blockwise_equals_dense(subject: Subject) -> Iterator[Result]:
 def _empty_slots(subject: Subject) -> Iterator[Result]:
     q, k, v = _vectors(4)
     empty = (PADDED < 0)[..., None, None]
-    clean = subject.run(subject.attended, *(jnp.where(empty, 0.0, x) for x in (q, k, v)), PADDED)
-    poisoned = subject.run(subject.attended, *(jnp.where(empty, 1e3, x) for x in (q, k, v)), PADDED)
+    clean, poisoned = (
+        subject.run(subject.attended, *[jnp.where(empty, value, x) for x in (q, k, v)], PADDED) for value in (0.0, 1e3)
+    )
     yield Result("what empty slots hold reaches nothing", _apart(poisoned, clean), 1e-6)
 
 
@@ -235,19 +234,16 @@ def _scores(subject: Subject) -> Iterator[Result]:
     sides = _with_state(encoding, q, ORDERED), _with_state(encoding, k, ORDERED)
     others = _with_state(encoding, other_q, ORDERED), _with_state(encoding, other_k, ORDERED)
     out = encoding.logits(a, *sides)
+    by_content = _apart(out, encoding.logits(a, *others))
+    by_scores = _apart(out - a, encoding.logits(b, *sides) - b)
     said = f"{encoding.scores.name}: {encoding.scores.value}"
     if encoding.scores is Scores.NONE:
         yield Result("logits do what scores says", _apart(out, a), 0, said)
     elif encoding.scores is Scores.BIAS:
-        by_content = _apart(out, encoding.logits(a, *others))
-        yield Result(
-            "logits do what scores says", max(by_content, _apart(out - a, encoding.logits(b, *sides) - b)), 1e-5, said
-        )
+        yield Result("logits do what scores says", max(by_content, by_scores), 1e-5, said)
     else:
-        moved = float(
-            jnp.abs(encoding.logits(a, *others) - out).max() + jnp.abs(encoding.logits(b, *sides) - b - out + a).max()
-        )
-        yield Result("logits do what scores says", 1e-4 / max(moved, 1e-30), 1, said)
+        moved = max(by_content, by_scores)
+        yield Result("logits do what scores says", 1e-4 / max(moved, 1e-30), 1, f"{said}; moved by {moved:.2g}")
 
 
 def _finite(subject: Subject) -> Iterator[Result]:
