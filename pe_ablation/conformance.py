@@ -190,12 +190,15 @@ def _blockwise_equals_dense(subject: Subject) -> Iterator[Result]:
 
 
 def _empty_slots(subject: Subject) -> Iterator[Result]:
-    q, k, v = _vectors(4)
+    vectors = _vectors(4)
     empty = (PADDED < 0)[..., None, None]
-    clean, poisoned = (
-        subject.run(subject.attended, *[jnp.where(empty, value, x) for x in (q, k, v)], PADDED) for value in (0.0, 1e3)
-    )
+    clean, poisoned = (subject.run(subject.attended, *_filled(vectors, empty, value), PADDED) for value in (0.0, 1e3))
     yield Result("what empty slots hold reaches nothing", _apart(poisoned, clean), 1e-6)
+
+
+def _filled(vectors: list[jax.Array], where: np.ndarray, value: float) -> tuple[Any, Any, Any]:
+    q, k, v = (jnp.where(where, value, x) for x in vectors)
+    return q, k, v
 
 
 def _key_order(subject: Subject) -> Iterator[Result]:
