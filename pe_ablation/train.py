@@ -117,10 +117,10 @@ def train_step(
     graph: Any,
     optimizer: Any,
     tokenizer: data.Tokenizer,
-    place: Place,
     state: TrainState,
     windows: jax.Array,
     seed: jax.Array,
+    place: Place = lambda tokens, key: None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One step of one seed on int32 windows [A,B,L+1], whose inputs [B,L] `place` gives positions.
 
@@ -229,7 +229,7 @@ class _Fit:
         self.batches = [self._batches(seed) for seed in seeds]
         graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0))))
         place = placing(experiment, self.tokenizer)
-        step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place)
+        step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place=place)
         self.step = jax.jit(_over_seeds(step, len(seeds)), donate_argnums=0)
         self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
 

@@ -145,7 +145,7 @@ def test_every_step_draws_anew_and_a_rerun_the_same():
         return placed
 
     windows = jnp.full((1, 2, 9), 65)
-    run = jax.jit(lambda *rest: train.train_step(graph, optimizer, ByteTokenizer(), spy, *rest))
+    run = jax.jit(lambda *rest: train.train_step(graph, optimizer, ByteTokenizer(), *rest, place=spy))
     drawn = []
     for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
         state = dataclasses.replace(train.init_state(gpt, optimizer, jnp.uint32(seed)), step=jnp.int32(step))
