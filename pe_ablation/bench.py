@@ -22,6 +22,7 @@ from pe_ablation.eviction import Policy
 from pe_ablation.model import GPT, SIZES, GPTConfig, count_parameters
 
 ROUNDS = 5
+FEWEST = 1024  # tokens of a text
 CASES = (("nano", "rope", 255, 4), ("nano", "rope", 1023, 4), ("micro", "alibi", 255, 4))
 
 
@@ -151,6 +152,8 @@ def write(
     out: str | Path, *, tokens: int = 100_000, cases: Sequence[tuple[str, str, int, int]] = CASES
 ) -> Iterator[str]:
     """Measure every (size, encoding, window, sinks), write streaming.json and streaming.md to `out`, say the lines."""
+    if tokens < FEWEST:
+        raise ValueError(f"tokens: {tokens} is too short a text to measure; at least {FEWEST}")
     found, lines = [], []
     for size, encoding, window, sinks in cases:
         found.append(streams(size, encoding, tokens, window, sinks))

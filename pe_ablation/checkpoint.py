@@ -89,22 +89,44 @@ def load_parts(directory: Path, step: int, like: Mapping[str, Any]) -> dict[str,
     """Some fields of a saved state (`params`, ...), each shaped as its value in `like`, without reading the rest."""
     path: Any = directory.absolute() / str(step)
     abstract = jax.tree.map(_on_device, named(dict(like)))
-    found = ocp.metadata(path, checkpointable_name="state").metadata
+    found = _metadata(path)
     _refuse_other(str(path), {name: each for name, each in found.items() if name.split("/")[0] in like}, abstract)
     whole = {name: abstract.get(name, ocp.PLACEHOLDER) for name in found}
-    loaded = ocp.load(path, whole, checkpointable_name="state")
+    loaded = _load(path, whole)
     return jax.tree.unflatten(jax.tree.structure(dict(like)), [loaded[name] for name in named(dict(like))])
 
 
 def load_leaves(directory: Path, step: int, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
     """The arrays of a saved state whose path `wanted` accepts, by path, without reading the rest."""
     path: Any = directory.absolute() / str(step)
-    found = ocp.metadata(path, checkpointable_name="state").metadata
+    found = _metadata(path)
     whole = {name: _on_device(leaf) if wanted(name) else ocp.PLACEHOLDER for name, leaf in found.items()}
     if not any(map(wanted, found)):
         return {}
-    loaded = ocp.load(path, whole, checkpointable_name="state")
+    loaded = _load(path, whole)
     return {name: np.asarray(loaded[name]) for name in found if wanted(name)}
+
+
+def _metadata(path: Any) -> Any:
+    try:
+        found = ocp.metadata(path, checkpointable_name="state").metadata
+    except Exception as error:  # whatever orbax makes of a broken folder
+        raise _unreadable(path, error) from error
+    if found is None:
+        raise _unreadable(path, "no description of its arrays")
+    return found
+
+
+def _load(path: Any, whole: Any) -> Any:
+    try:
+        return ocp.load(path, whole, checkpointable_name="state")
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Any, why: Any) -> CheckpointError:
+    reason = str(why).strip().split("\n")[0][:200]
+    return CheckpointError(f"{path}: a damaged checkpoint ({reason}); move it away, and the step before it counts")
 
 
 def last_step(directory: Path) -> int | None:

@@ -216,9 +216,9 @@ class StreamConfig:
     `window`: how many cached tokens, W (None: so many that a token sees as many as in training). `sinks`: S of each
     sink cache, W - S tokens being recent; 0 is the plain window. `tokens`: of the split, from its start (None: all);
     `reset`: each document is a stream of its own. `baselines`: what stands beside them; `dense` reads the first
-    `dense_tokens` only, `recompute` scores `recompute_targets` past the first window, evenly spread. `evict`,
-    `positions`, `limit`: see `eviction`; `absolute`: what is done with an encoding that is added at the input, the
-    others have no need of it.
+    `dense_tokens` only, `recompute` scores `recompute_targets` past the first window: the 32 of the onset, then evenly
+    spread. `evict`, `positions`, `limit`: see `eviction`; `absolute`: what is done with an encoding that is added at
+    the input, the others have no need of it.
     """
 
     window: int | None = None
@@ -653,7 +653,7 @@ def _check_ranges(experiment: Experiment) -> None:
     }  # fmt: skip
     stream = experiment.stream
     at_least |= {
-        "stream.dense_tokens": (stream.dense_tokens, 1), "stream.recompute_targets": (stream.recompute_targets, 1),
+        "stream.dense_tokens": (stream.dense_tokens, 1), "stream.recompute_targets": (stream.recompute_targets, 33),
         **{f"stream.sinks[{index}]": (each, 0) for index, each in enumerate(stream.sinks)},
     }  # fmt: skip
     optional = {
@@ -665,6 +665,8 @@ def _check_ranges(experiment: Experiment) -> None:
         "eval.max_documents": evaluation.max_documents,
     }
     at_least |= {path: (value, 1) for path, value in optional.items() if value is not None}
+    if stream.tokens is not None:
+        at_least["stream.tokens"] = (stream.tokens, 2)
     for path, (value, low) in at_least.items():
         if not low <= value < math.inf:
             raise ConfigError(f"{path}: {value} is out of range; at least {low}, and finite")

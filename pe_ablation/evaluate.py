@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from flax import nnx
 from pe_ablation import config, data, report, stopping, trained, untrained
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment
+from pe_ablation.memory import memory_limit
 from pe_ablation.model import GPT, GPTConfig
 from pe_ablation.record import Run
 from pe_ablation.train import perplexity, window_nats
@@ -170,17 +170,6 @@ def _compiled(config: GPTConfig, batch: int, length: int) -> Any:
 
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return jax.jit(score).lower(params, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-
-
-def memory_limit() -> int:
-    """Bytes that a program may take: what the first device reports as free, or the machine's available memory."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    if not Path("/proc/meminfo").exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
-    return int(available[0].split()[1]) * 1024
 
 
 class _OutOfMemory(Exception):

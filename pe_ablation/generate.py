@@ -20,10 +20,15 @@ from flax import nnx
 from pe_ablation import eviction, repetition
 from pe_ablation.cache import Cache
 from pe_ablation.eviction import Policy
+from pe_ablation.memory import memory_limit
 from pe_ablation.model import DTYPES, GPT, GPTConfig, refuse_positions
 from pe_ablation.trained import Trained
 
+PIECE = 512  # tokens of a prompt that are read at once where nothing else limits them
 SHORTEST = 16  # prompts are padded to this or a greater power of two: a program for each such length
+
+
+MOST = 2**31  # tokens are counted in int32
 
 
 class GenerationError(ValueError):
@@ -218,14 +223,17 @@ def generate(
     if not trained.alive:
         raise GenerationError(f"{trained.run.path}: diverged; there is nothing to generate from")
     trained.experiment.positions.refuse_decoding()
-    if not prompts or max_new_tokens < 0:
-        raise GenerationError(f"{len(prompts)} prompts, max_new_tokens {max_new_tokens}; at least 1 and 0")
+    if not prompts:
+        raise GenerationError("prompts: none; at least one, which may be empty")
+    if not 0 <= max_new_tokens < MOST:
+        raise GenerationError(f"max_new_tokens: {max_new_tokens} is out of range; 0 to {MOST - 1}")
     ids = [_started(trained, prompt) for prompt in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     policy = policy or Policy("full", _bucket(longest))
     eviction.refuse(policy, trained.abstract)
     if policy.name == "full":
         _refuse_room(trained, policy, longest)
+    _refuse_memory(trained, policy, len(prompts), dtype)
     loop = _Loop(trained, policy, sampling or Sampling(), dtype, on_bytes or (lambda row, content: None))
     return loop.run(ids, max_new_tokens)
 
@@ -251,6 +259,16 @@ def _refuse_room(trained: Trained, policy: Policy, longest: int) -> None:
             f"max_new_tokens: {longest} tokens with the longest prompt ({error}); ask for fewer, or for another cache "
             "(window, sink, recompute, block_recompute)"
         ) from None
+
+
+def _refuse_memory(trained: Trained, policy: Policy, batch: int, dtype: Any) -> None:
+    """Keys and values of what is kept, before and after a step, have room on the device."""
+    size = 4 * trained.config.num_layers * batch * policy.seen * trained.config.model_dim * jnp.dtype(dtype).itemsize
+    if policy.slots >= MOST or size > (free := memory_limit()):
+        room = "" if policy.slots >= MOST else f"; {size:,} bytes, {free:,} are free"
+        raise GenerationError(
+            f"window: {policy.slots} tokens to be kept are too many{room}; fewer prompts or tokens, or a smaller window"
+        )
 
 
 def _bucket(length: int) -> int:
@@ -306,7 +324,7 @@ class _Loop:
             return min(_bucket(longest), self.policy.seen)
         piece = eviction.piece(self.policy, self.trained.abstract)
         if piece is None:
-            return min(_bucket(longest), self.policy.slots)
+            return _bucket(longest)
         return piece * (1 << (math.ceil(longest / piece) - 1).bit_length())
 
     def _steps(self, state: _State, count: int) -> tuple[list[np.ndarray], np.ndarray, float]:
@@ -391,7 +409,7 @@ def _read_cached(
     """Through the cache, in pieces that it allows."""
     batch, length = tokens.shape
     cache = eviction.cache(policy, model, batch, dtype)
-    piece = eviction.piece(policy, model) or length
+    piece = eviction.piece(policy, model) or min(length, PIECE)
 
     def advance(cache, part):
         ids, places = part

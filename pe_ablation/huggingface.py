@@ -225,6 +225,8 @@ def _read(folder: Path, abstract: Any) -> Any:
             parts = [tensors[name].value() for name in _names(path, leaf)]
             values.append(parts[0] if path in WHOLE else np.stack(parts))
         params = jax.tree.unflatten(jax.tree.structure(abstract), values)
+        if bad := [path for path, leaf in _leaves(params).items() if not np.isfinite(leaf).all()]:
+            raise FolderError(f"{folder}: weights that are not finite: {', '.join(bad)}")
         if HEAD in tensors and not np.array_equal(tensors[HEAD].value(), _leaves(params)["embedding"]):
             raise FolderError(f"{folder}: {HEAD} differs from wte.weight; allowed: the same weights, or none")
     return params

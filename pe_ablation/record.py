@@ -329,12 +329,15 @@ class Run:
         """
         path = self._cell(cell["key"], folder)
         self.check_held()
-        path.parent.mkdir(exist_ok=True)
         buffer = io.BytesIO()
         named: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
         np.savez_compressed(buffer, **named)
-        atomic.write(path.with_name(path.name + ".npz"), [buffer.getvalue()])
-        _write_json(path.with_name(path.name + ".json"), cell)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            atomic.write(path.with_name(path.name + ".npz"), [buffer.getvalue()])
+            _write_json(path.with_name(path.name + ".json"), cell)
+        except OSError as error:
+            raise RecordError(f"{path}: cannot write a cell here ({error.strerror})") from error
 
     def cells(self, folder: Cells = "evaluation") -> list[dict[str, Any]]:
         """All stored cells, by key; a truncated one counts as not there and is evaluated again."""

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -28,10 +29,11 @@ from pe_ablation import data, eviction, stopping, trained
 from pe_ablation.config import ConfigError, Experiment, StreamConfig
 from pe_ablation.eviction import EvictionError, Policy
 from pe_ablation.model import GPT, GPTConfig
-from pe_ablation.record import Run
+from pe_ablation.record import RecordError, Run
 from pe_ablation.train import window_nats
 from pe_ablation.trained import Trained
 
+_log = logging.getLogger(__name__)
 ONSET = 32  # places from the first eviction on, as in the tables of the literature
 CHUNK = 4096  # tokens that one call of a program reads, at most
 PIECE = 128  # of them, so many at once where more are allowed: a longer piece reads more keys that nobody sees
@@ -64,7 +66,7 @@ def window(stream: StreamConfig, train_length: int) -> int:
 
 
 def policies(stream: StreamConfig, experiment: Experiment, absolute: bool) -> list[Policy]:
-    """What a run is read under, in the order of the table; EvictionError by field.
+    """What a run is read under, in the order of the table; ConfigError by field.
 
     `absolute`: whether its encoding is added at the input, which is what `stream.absolute` is about.
     """
@@ -75,9 +77,12 @@ def policies(stream: StreamConfig, experiment: Experiment, absolute: bool) -> li
         "limit": stream.limit,
         "absolute": stream.absolute if absolute else None,
     }
-    found = [Policy("full", stream.dense_tokens)] if "dense" in stream.baselines else []
-    found += [Policy("sink" if sinks else "window", slots, sinks, **moved) for sinks in stream.sinks]
-    found += [Policy(name, slots, **how) for name in ("recompute", "block_recompute") if name in stream.baselines]
+    try:
+        found = [Policy("full", stream.dense_tokens)] if "dense" in stream.baselines else []
+        found += [Policy("sink" if sinks else "window", slots, sinks, **moved) for sinks in stream.sinks]
+        found += [Policy(name, slots, **how) for name in ("recompute", "block_recompute") if name in stream.baselines]
+    except EvictionError as error:
+        raise ConfigError(f"stream.{error}") from None
     return found
 
 
@@ -85,12 +90,12 @@ def score(run: Run, experiment: Experiment) -> list[dict[str, Any]]:
     """Read the run's split under every policy that `experiment.stream` asks for; cells that are stored stay.
 
     Returns the cells asked for. One whose policy the model cannot be read under has the status "n/a" and says why.
-    Raises NotTrained, ConfigError for a stream that is longer than the split, EvictionError for fields that make no
-    sense, StreamError for NaN.
+    Raises NotTrained, ConfigError for a stream that is longer than the split and for fields that make no sense,
+    StreamError for NaN.
     """
     run.experiment.positions.refuse_decoding()
     reader = _Reader(trained.load(run), experiment)
-    stored = {cell["key"]: cell for cell in run.cells("streaming")}
+    stored = {cell["key"]: cell for cell in whole_cells(run)}
     found = []
     for policy in policies(experiment.stream, experiment, reader.trained.abstract.absolute):
         key = reader.key(policy)
@@ -103,8 +108,21 @@ def score(run: Run, experiment: Experiment) -> list[dict[str, Any]]:
     return found
 
 
+def whole_cells(run: Run) -> list[dict[str, Any]]:
+    """The stored streaming cells whose scored tokens can be read; others are named and count as not there."""
+    found = []
+    for cell in run.cells("streaming"):
+        try:
+            if cell["status"] == "ok":
+                run.arrays(cell, ("stream",), "streaming")
+            found.append(cell)
+        except RecordError as error:
+            _log.warning("%s; left out", error)
+    return found
+
+
 def check(experiment: Experiment) -> None:
-    """ConfigError or EvictionError for what cannot be asked of any run."""
+    """ConfigError for what cannot be asked of any run."""
     policies(experiment.stream, experiment, absolute=True)
     _streams(experiment, data.load(experiment.data, experiment.eval.split))
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from pe_ablation import atomic, record, stats, tables
 from pe_ablation.record import Run
-from pe_ablation.streaming import BANDS, ONSET, Scored
+from pe_ablation.streaming import BANDS, ONSET, Scored, whole_cells
 from pe_ablation.train import perplexity
 
 POINT = ["train_length", "encoding", "point", "split", "text", "reset", "tokens"]
@@ -42,7 +42,7 @@ def rows(runs: Iterable[tuple[Run, Container[str] | None]]) -> pd.DataFrame:
 
 def _of_run(run: Run, keys: Container[str] | None) -> list[dict[str, Any]]:
     config = run.config
-    cells = run.cells("streaming")
+    cells = whole_cells(run)
     scored = functools.cache(lambda key: Scored(**run.arrays({"key": key}, Scored._fields, "streaming")))
     return [
         {
@@ -199,7 +199,7 @@ def to_markdown(frame: pd.DataFrame) -> str:
     every: list[Any] = list(summary(frame).itertuples())
     found = [row for row in every if row.status != "n/a"]
     lines = [[_cell(row, name) for name in COLUMNS] for row in found]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
+    widths = [max(2, *map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
     text = [_line(COLUMNS, widths), _line(["-" * (width - 1) + ":" for width in widths], widths)]
     text += [_line(line, widths) for line in lines]
     about = {
@@ -247,7 +247,9 @@ def _cell(row: Any, column: str) -> str:
             return row.method if scored else row.status
         case "less window":
             low, high = row.less_window_low, row.less_window_high
-            return "" if math.isnan(row.less_window) else f"{row.less_window:+.3f} [{low:+.3f}, {high:+.3f}]"
+            if math.isnan(row.less_window):
+                return ""
+            return f"{row.less_window:+.3f}" + ("" if math.isnan(low) else f" [{low:+.3f}, {high:+.3f}]")
         case "n":
             return f"{row.collapse_targets:,.0f}" if scored and row.collapse_targets else ""
         case "collapse":

@@ -18,6 +18,12 @@ def test_ways_take_turns_after_a_call_that_does_not_count():
     assert all(rate > 0 for each in rates.values() for rate in each)
 
 
+def test_a_text_too_short_to_measure_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="tokens: 300 is too short a text to measure; at least 1024"):
+        list(bench.write(tmp_path / "out", tokens=300))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_table_has_ratios_of_medians():
     rates = {"in parallel": [90.0, 100.0, 500.0], "recompute": [4.0, 5.0, 6.0]}
     about = {"encoding": "rope", "size": "nano", "parameters": 7, "tokens": 9, "window": 5, "sinks": 2}

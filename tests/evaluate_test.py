@@ -339,7 +339,7 @@ def test_the_memory_limit_is_what_the_device_or_the_machine_has_free(monkeypatch
     stats = {"bytes_limit": 100, "bytes_in_use": 30}
     assert evaluate.memory_limit() == 70
     stats = None
-    monkeypatch.setattr(evaluate, "Path", lambda name: Path(f"/nowhere{name}"))  # macOS has no /proc
+    monkeypatch.setattr(memory, "Path", lambda name: Path(f"/nowhere{name}"))  # macOS has no /proc
     assert evaluate.memory_limit() == physical
 
 

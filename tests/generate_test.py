@@ -137,6 +137,15 @@ def test_a_batch_of_prompts_goes_on_as_each_read_anew(loaded, name):
     assert continued(model) == [argmax_loop(model, prompt, 20) for prompt in PROMPTS]
 
 
+def test_a_long_prompt_is_read_in_pieces(loaded, monkeypatch):
+    model = loaded("t5", train__length=32, data__block=32, train__batch_tokens=32)
+    expected = continued(model, [b"abcdefghijklmnopqrst", b"xyz"], 5)
+    monkeypatch.setattr(generate, "PIECE", 8)
+    generate._programs.cache_clear()
+    assert continued(model, [b"abcdefghijklmnopqrst", b"xyz"], 5) == expected
+    generate._programs.cache_clear()
+
+
 def test_a_row_ends_at_its_eos_and_the_others_go_on(loaded):
     """The most likely token of one row is made EOS by its logit: the table's row of EOS is moved towards it."""
     model = loaded("none")
@@ -255,7 +264,7 @@ def test_diverged_models_empty_batches_and_policies_that_do_not_fit_are_refused(
     model = loaded("learned")
     with pytest.raises(GenerationError, match="diverged"):
         continued(dataclasses.replace(model, alive=False))
-    with pytest.raises(GenerationError, match="0 prompts"):
+    with pytest.raises(GenerationError, match="prompts: none"):
         continued(model, [])
     with pytest.raises(EvictionError, match="absolute"):
         continued(model, policy=Policy("sink", 7, 2))
@@ -308,7 +317,10 @@ def test_the_command_continues_several_prompts_under_a_cache_with_statistics(run
         (("--window", "8"), "window: 8 goes with another cache"),
         (("--prompt", "a", "--prompt", "b", "--stream"), "--stream: 2 prompts"),
         (("--cache", "sink", "--window", "3"), "window: 3"),
-        (("--max_new_tokens", "-1"), "max_new_tokens -1"),
+        (("--max_new_tokens", "-1"), "max_new_tokens: -1 is out of range; 0 to"),
+        (("--max_new_tokens", "99999999999"), "max_new_tokens: 99999999999 is out of range"),
+        (("--max_new_tokens", "1000000000"), "window: 1073741824 tokens to be kept are too many"),
+        (("--cache", "window", "--window", "99999999999"), "window: 99999999999 tokens to be kept are too many"),
         (("--cache", "window", "--absolute", "ring"), "absolute: 'ring'"),
     ],
 )

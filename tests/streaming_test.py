@@ -15,7 +15,7 @@ from written_runs import BOS, EOS, experiment, text, written
 
 from pe_ablation import cli, config, data, encodings, evaluate, launch, record, streaming, streaming_tables, trained
 from pe_ablation.config import ConfigError
-from pe_ablation.eviction import EvictionError, Policy
+from pe_ablation.eviction import Policy
 from pe_ablation.streaming import Scored, StreamError
 from pe_ablation.sweep import Point
 from pe_ablation.trained import NotTrained
@@ -286,7 +286,7 @@ def test_what_is_not_trained_and_streams_past_the_split_are_refused(tmp_path):
         streaming.score(written(tmp_path / "half", one, step=2), one)
     with pytest.raises(ConfigError, match=r"stream\.tokens: 100, but the validation split has 78"):
         streaming.check(asked(tmp_path, stream__tokens=100))
-    with pytest.raises(EvictionError, match="window: 2 cached tokens"):
+    with pytest.raises(ConfigError, match=r"stream\.window: 2 cached tokens"):
         streaming.check(asked(tmp_path, stream__window=2))
     streaming.check(asked(tmp_path, stream__tokens=None))
 
@@ -338,6 +338,27 @@ def test_seeds_of_a_point_are_averaged(tmp_path):
     assert found.nats_beyond_sd[0] == pytest.approx(np.std(each, ddof=1))
 
 
+def test_a_cell_that_is_damaged_is_read_again_and_left_out_of_tables(tmp_path, caplog):
+    one = asked(tmp_path, stream__baselines=())
+    run = written(tmp_path / "run", one)
+    first = streaming.score(run, one)
+    [path] = (run.path / "streaming").glob("*window*.npz")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    assert [cell["policy"]["name"] for cell in streaming.whole_cells(run)] == ["sink"] and "no readable" in caplog.text
+    assert len(streaming_tables.rows([(run, None)])) == 1
+    assert [cell["bands"] for cell in streaming.score(run, one)] == [cell["bands"] for cell in first]
+    assert len(streaming.whole_cells(run)) == 2
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    one = asked(tmp_path)
+    run = written(tmp_path / "run", one)
+    (run.path / "streaming").write_text("")
+    with pytest.raises(record.RecordError, match=r"streaming/.*cannot write a cell here"):
+        streaming.score(run, one)
+
+
 # The command
 
 
@@ -357,7 +378,9 @@ def test_evaluate_prints_the_table_and_scores_nothing_else(tmp_path, capsys):
         (["--stream.window=4"], "--stream.window: goes with --protocols stream"),
         (["--protocols", "stream", "--stream.windows=4"], "did you mean window?"),
         (["--protocols", "stream", "--stream.sinks=-1"], "stream.sinks[0]: -1"),
-        (["--protocols", "stream", "--stream.sinks=0,9"], "9 sinks"),
+        (["--protocols", "stream", "--stream.sinks=0,9"], "stream.window: 5 cached tokens leave none"),
+        (["--protocols", "stream", "--stream.tokens=1"], "stream.tokens: 1 is out of range; at least 2"),
+        (["--protocols", "stream", "--stream.recompute_targets=8"], "stream.recompute_targets: 8 is out of range"),
         (["--protocols", "stream", "--stream.sinks=1,1"], "stream.sinks: 1 twice"),
         (["--protocols", "stream", "--stream.tokens=5000"], "the validation split has 78"),
     ],
