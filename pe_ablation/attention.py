@@ -143,8 +143,9 @@ def attend(
     q, k = _clean(q), _clean(k)
     v = _blank(v, k.pos)
     views = views or (PLAIN,)
-    queries = [_shown(encoding.query, q, None, view.query) for view in views]
-    keys = [_shown(encoding.key, k, view.slots, view.key) for view in views]
+    query, key = (_unchanged, _unchanged) if encoding.recentred else (encoding.query, encoding.key)
+    queries = [_shown(query, q, None, view.query) for view in views]
+    keys = [_shown(key, k, view.slots, view.key) for view in views]
     batch, length, heads, _ = q.vec.shape
     tile = functools.partial(_tile, encoding, mask, scale, [view.when for view in views])
     if chosen(implementation, batch, heads, length, k.vec.shape[1]) == "dense":
@@ -161,7 +162,10 @@ def chosen(implementation: str, batch: int, heads: int, queries: int, keys: int)
 
 
 class _Shown(NamedTuple):
-    """What one view makes of a side of attention: the encoding's projection, and the positions it was shown."""
+    """What one view makes of a side of attention: the encoding's projection, and the positions it was shown.
+
+    Of an encoding that is recentred, the projection is still to come.
+    """
 
     projected: jax.Array
     pos: jax.Array
@@ -170,6 +174,11 @@ class _Shown(NamedTuple):
         """The tokens at these positions."""
         slots = self.pos.shape[1]
         return jax.tree.map(lambda x: x[:, :slots], tokens)._replace(pos=self.pos)
+
+
+def _unchanged(vec: jax.Array, pos: jax.Array) -> jax.Array:
+    del pos
+    return vec
 
 
 def _shown(project: Callable[..., jax.Array], tokens: Tokens, slots: int | None, moved: Positions) -> _Shown:
@@ -216,11 +225,27 @@ def _tile(encoding, mask, scale, whens, keys, queries, q, dropout):
 
 def _scores(encoding, query, key, q, k, seen):
     """float32 logits [B,H,T,S] of the keys that one view is shown."""
-    scores = jnp.einsum("bthd,bshd->bhts", query.projected, key.projected, preferred_element_type=jnp.float32)
+    vectors = query.projected, key.projected
+    if encoding.recentred:
+        about = centred(query.pos, key.pos)
+        vectors = encoding.query(vectors[0], about[0]), encoding.key(vectors[1], about[1])
+    scores = jnp.einsum("bthd,bshd->bhts", *vectors, preferred_element_type=jnp.float32)
     scores = scores * q.vec.shape[-1] ** -0.5
     if encoding.scores is Scores.ROW:
         scores = jnp.where(seen, scores, -jnp.inf)
     return encoding.logits(scores, query.of(q), key.of(k))
+
+
+def centred(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions int32 [B or 1,T] and [B or 1,S] less the middle of the queries', so that powers of them stay in range.
+
+    Keys later than the last query, which none sees, are put beside it, empty slots in the middle.
+    """
+    last = jnp.max(query, axis=1, keepdims=True)
+    first = jnp.min(jnp.where(query >= 0, query, last), axis=1, keepdims=True)
+    middle = first + (last - first) // 2
+    moved = (jnp.where(pos >= 0, jnp.minimum(pos, last), middle) - middle for pos in (query, key))
+    return next(moved), next(moved)
 
 
 def _values(encoding, views, weights, q, k):
@@ -261,7 +286,11 @@ def _blockwise(tile, keys, queries, q, dropout, ordered):
         seen = jax.tree.map(lambda x: x[:, : end * BLOCK], keys) if ordered else keys
         return jax.lax.map(lambda each: block(seen, *each), jax.tree.map(lambda x: x[begin:end], parts))
 
-    parts = jnp.arange(blocks), jax.tree.map(split, queries), jax.tree.map(split, q)._replace(pos=split(q.pos, fill=-1))
+    parts = (
+        jnp.arange(blocks),
+        [_Shown(split(each.projected), split(each.pos, fill=-1)) for each in queries],
+        jax.tree.map(split, q)._replace(pos=split(q.pos, fill=-1)),
+    )
     stripes = min(blocks, STRIPES) if ordered else 1
     ends = [blocks * number // stripes for number in range(stripes + 1)]
     out = jnp.concatenate([stripe(begin, end) for begin, end in itertools.pairwise(ends)])

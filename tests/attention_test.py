@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sample_encodings import Cope, Fox, Shaw, draw
 
 from pe_ablation import attention, encodings
 from pe_ablation.attention import Dropout, Mask, attend, chosen
@@ -20,6 +19,14 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 H, D, M = 2, 4, 8
 NONE = Encoding(Sizes(H, D, M, 16), nnx.Rngs(0))
 both = pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def build(name, **options):
+    return encodings.make(name, num_heads=H, head_dim=D, model_dim=M, train_length=16, rngs=nnx.Rngs(0), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +125,8 @@ def test_what_attention_lacks_is_refused_by_name():
     tokens = Tokens(jnp.zeros((1, 2, H, D)), jnp.arange(2))
     with pytest.raises(ValueError, match="implementation: 'flash' is not allowed; allowed: auto, dense, blockwise"):
         attend(NONE, tokens, tokens, tokens.vec, implementation="flash")
-    alibi = encodings.make("alibi", num_heads=H, head_dim=D, model_dim=M, train_length=16, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"causal=False.*ALiBi"):
-        attend(alibi, tokens, tokens, tokens.vec, mask=Mask(causal=False))
+        attend(build("alibi"), tokens, tokens, tokens.vec, mask=Mask(causal=False))
 
 
 def test_auto_takes_blockwise_past_the_limits(monkeypatch):
@@ -130,11 +136,11 @@ def test_auto_takes_blockwise_past_the_limits(monkeypatch):
     assert chosen("dense", 9, 9, 4096, 4096) == "dense" and chosen("blockwise", 1, 1, 1, 1) == "blockwise"
 
 
-@pytest.mark.parametrize("name", ["alibi", "transformer_xl"])
+@pytest.mark.parametrize("name", ["alibi", "transformer_xl", "xpos", "shaw"])
 def test_blockwise_of_the_real_block_equals_dense(name, monkeypatch):
     monkeypatch.undo()
     assert attention.BLOCK < 300
-    encoding = encodings.make(name, num_heads=H, head_dim=D, model_dim=M, train_length=16, rngs=nnx.Rngs(0))
+    encoding = build(name)
     q, k, v = (draw(seed, 1, 300, H, D) for seed in range(3))
     tokens = Tokens(q, jnp.arange(300)), Tokens(k, jnp.arange(300))
     dense, blockwise = (
@@ -145,10 +151,10 @@ def test_blockwise_of_the_real_block_equals_dense(name, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [2, 3, 11, 13, 40])
-@pytest.mark.parametrize("name", ["none", "rope", "t5", "transformer_xl"])
+@pytest.mark.parametrize("name", ["none", "rope", "t5", "transformer_xl", "xpos", "cope"])
 def test_ordered_stripes_equal_dense_in_values_and_gradients(name, length):
     """Blocks of 3: one stripe, stripes of one block, stripes of unequal numbers of blocks, a torn last block."""
-    encoding = encodings.make(name, num_heads=H, head_dim=D, model_dim=M, train_length=16, rngs=nnx.Rngs(0))
+    encoding = build(name)
     weight, pos = draw(7, 1, length, H, D), jnp.arange(length)
 
     def loss(q, k, v, implementation):
@@ -227,51 +233,19 @@ def test_dropout_acts_on_weights_and_keeps_their_mean(implementation):
     assert np.abs(out - run(jax.random.key(1))[0, :, :, 0]).max() > 0.1
 
 
-# Hooks that no registered encoding uses yet, by encodings of the tests against loops
-
-
-def shaw_loops(encoding, q, k, v, query_positions, key_positions):
-    keys, vectors = (np.asarray(each[...], np.float64) for each in (encoding.keys, encoding.vectors))
-    out = np.zeros(q.shape)
-    for b, t, h in np.ndindex(q.shape[:3]):
-        i = query_positions[b, t]
-        seen = [s for s, j in enumerate(key_positions[b]) if oracle.visible(i, j)]
-        rows = [min(i - key_positions[b, s], encoding.clip) for s in seen]
-        scores = [q[b, t, h] @ (k[b, s, h] + keys[row]) / np.sqrt(D) for s, row in zip(seen, rows, strict=True)]
-        if seen:
-            weights = oracle.softmax(np.asarray(scores))
-            out[b, t, h] = sum(w * (v[b, s, h] + vectors[row]) for w, s, row in zip(weights, seen, rows, strict=True))
-    return out
-
-
-def cope_loops(encoding, q, k, v, query_positions, key_positions):
-    table = np.asarray(encoding.table[...], np.float64)
-    out = np.zeros(q.shape)
-    for b, t, h in np.ndindex(q.shape[:3]):
-        i = query_positions[b, t]
-        seen = sorted(
-            (s for s, j in enumerate(key_positions[b]) if oracle.visible(i, j)), key=lambda s: key_positions[b, s]
-        )
-        plain = [q[b, t, h] @ k[b, s, h] / np.sqrt(D) for s in seen]
-        scores = []
-        for index, score in enumerate(plain):
-            place = min(sum(1 / (1 + np.exp(-each)) for each in plain[index:]), encoding.count - 1)
-            by_place = q[b, t, h] @ table
-            low, high = int(np.floor(place)), int(np.ceil(place))
-            scores.append(score + (place - low) * by_place[high] + (1 - place + low) * by_place[low])
-        if seen:
-            out[b, t, h] = oracle.softmax(np.asarray(scores)) @ v[b, seen, h]
-    return out
+# Values, rows and states
 
 
 SHUFFLED = np.asarray([[4, 0, 2, -1, 1, 3, 6], [7, 3, 9, 8, 5, 6, -1]])
 QUERIES = np.asarray([[0, 1, 2, 3, 4, -1, 6], [-1, 3, 5, 6, 7, 8, 9]])
 
 
-@pytest.mark.parametrize("cls, loops", [(Shaw, shaw_loops), (Cope, cope_loops)])
-def test_value_and_row_hooks_equal_loops_dense_and_blockwise(cls, loops):
+@pytest.mark.parametrize("name, options", [("shaw", {"clip": 3}), ("cope", {"count": 4}), ("xpos", {})])
+def test_value_and_row_hooks_equal_loops_dense_and_blockwise(name, options):
     """Keys in any order, some of them empty; the gradients of both implementations agree and are finite."""
-    graph, parameters = nnx.split(cls(Sizes(H, D, M, 16), nnx.Rngs(0)))
+    graph, parameters = nnx.split(build(name, **options))
+    parameters = jax.tree.map(lambda p: draw(p.size, *p.shape), parameters)
+    flat = {path[0]: np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(parameters)}
     q, k, v, cotangent = (draw(seed, 2, 7, H, D) for seed in range(40, 44))
 
     def run(implementation, parameters, q, k, v):
@@ -285,7 +259,7 @@ def test_value_and_row_hooks_equal_loops_dense_and_blockwise(cls, loops):
         (_, out), gradients = jax.jit(forward)(parameters, q, k, v)
         results[implementation] = gradients
         float64 = (np.asarray(x, np.float64) for x in (q, k, v))
-        expected = loops(nnx.merge(graph, parameters), *float64, QUERIES, SHUFFLED)
+        expected = oracle.attention(oracle.FORMULAS[name](flat, **options), *float64, QUERIES, SHUFFLED)
         np.testing.assert_allclose(out, expected, atol=1e-5)
     for ours, theirs in zip(*(jax.tree.leaves(each) for each in results.values()), strict=True):
         assert np.isfinite(ours).all() and np.abs(ours).max() > 1e-3
@@ -293,23 +267,23 @@ def test_value_and_row_hooks_equal_loops_dense_and_blockwise(cls, loops):
 
 
 @both
-def test_the_state_hook_reaches_logits_through_the_model(implementation, monkeypatch):
+def test_the_state_hook_reaches_logits_through_the_model(implementation):
     """Zero queries and keys, so that forget gates alone weigh the keys; the second sequence is padded on the left."""
-    monkeypatch.setitem(encodings.REGISTRY, "fox", Fox)
     config = GPTConfig(11, 1, H, M, 16, "fox", implementation=implementation)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Block(config, jax.random.key(0))))
     block = nnx.merge(graph, jax.tree.map(lambda p: jnp.zeros(p.shape), abstract))
     block.attention_norm.scale[...] = jnp.ones(M)
     block.qkv.kernel[...] = (0.5 * draw(34, M, 3 * M)).at[:, : 2 * M].set(0.0)
     block.attention_out.kernel[...] = draw(36, M, M)
-    encoding = Fox(Sizes(H, D, M, 16), nnx.Rngs(0))
+    encoding = build("fox")
+    encoding.gate[...], encoding.bias[...] = draw(32, M, H), draw(37, H)
     x = draw(35, 2, 5, M)
     position = jnp.asarray([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]])
     found = jax.jit(lambda x: block(x, position, encoding, Mask(), None)[0] - x)(x)
 
     normed = np.asarray(x, np.float64)
     normed = (normed - normed.mean(-1, keepdims=True)) / np.sqrt(normed.var(-1, keepdims=True) + 1e-5)
-    gates = 1 / (1 + np.exp(-normed @ np.asarray(encoding.gate[...], np.float64)))
+    gates = 1 / (1 + np.exp(-normed @ np.asarray(encoding.gate[...], np.float64) - np.asarray(encoding.bias[...])))
     v = (normed @ np.asarray(block.qkv.kernel[:, 2 * M :], np.float64)).reshape(2, 5, H, D)
     out = np.zeros((2, 5, H, D))
     for b, t, h in np.ndindex(2, 5, H):
@@ -327,7 +301,7 @@ def test_the_state_hook_reaches_logits_through_the_model(implementation, monkeyp
 @functools.cache
 def temporary_bytes(name, implementation, length, backward):
     """Bytes that the compiled attention of `length` tokens over themselves keeps beside arguments and results."""
-    encoding = encodings.make(name, num_heads=H, head_dim=D, model_dim=M, train_length=16, rngs=nnx.Rngs(0))
+    encoding = build(name)
     graph, parameters = nnx.split(encoding)
 
     def loss(parameters, x):
@@ -339,7 +313,7 @@ def temporary_bytes(name, implementation, length, backward):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-LINEAR = [(name, True) for name in ("none", "alibi", "t5", "rope", "transformer_xl")]
+LINEAR = [(name, True) for name in ("none", "alibi", "t5", "rope", "transformer_xl", "xpos", "shaw", "cope")]
 LINEAR += [("none", False), ("transformer_xl", False)]
 
 

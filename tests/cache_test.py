@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sample_encodings import Cope, Fox, Shaw
 from tiny_models import TINY, forward, ids, perturbed, tiny
 
 from pe_ablation import encodings
@@ -69,16 +68,11 @@ def test_any_division_into_pieces_gives_the_logits_of_the_whole(instance):
     check(tiny(encoding=name, encoding_options=options))
 
 
-@pytest.mark.parametrize("cls", [Shaw, Fox, Cope])
-def test_so_do_encodings_with_values_states_and_ordered_rows(cls, monkeypatch):
-    monkeypatch.setitem(encodings.REGISTRY, "own", cls)
-    check(tiny(encoding="own"))
-
-
 PATTERNS = [
     (("none", 3), ("rope", None)),
     (("transformer_xl", None), ("transformer_xl", 4)),
     (("t5", 5), ({"name": "rope", "options": {"base": 50.0}}, None), ("t5", 2), ("alibi", None)),
+    (("fox", 4), ("cope", None), ("shaw", 3), ("xpos", None)),
 ]
 
 
@@ -113,10 +107,9 @@ def test_a_single_step_sees_its_own_distances():
     np.testing.assert_allclose(weights[3:8], 0.0)
 
 
-@pytest.mark.parametrize("name", ["learned", "rope", "transformer_xl", "fox"])
-def test_left_padded_rows_of_unequal_age(name, monkeypatch):
+@pytest.mark.parametrize("name", ["learned", "rope", "transformer_xl", "xpos", "shaw", "cope", "fox"])
+def test_left_padded_rows_of_unequal_age(name):
     """Prompts of 2 and 5 tokens in one batch, then steps, in which the first row rests now and then."""
-    monkeypatch.setitem(encodings.REGISTRY, "fox", Fox)
     config = tiny(encoding=name)
     parts = perturbed(config)
     tokens = ids(config, 2, T)
@@ -139,7 +132,7 @@ def test_left_padded_rows_of_unequal_age(name, monkeypatch):
     assert np.asarray(cache.next).tolist() == at
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "rope", "t5"])
+@pytest.mark.parametrize("name", ["sinusoidal", "rope", "t5", "cope"])
 def test_past_the_training_length(name):
     config = tiny(encoding=name, train_length=4)
     parts = perturbed(config)

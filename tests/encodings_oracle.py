@@ -1,7 +1,8 @@
 """Positional encodings and causal attention in plain float64 numpy: loops over queries and keys, from the formulas.
 
 Imports nothing of the package. A `Formula` is what one encoding does to a token at the input (`embed`) and to the
-scaled logit of one head for one query and one key (`logit`).
+scaled logit of one head for one query and one key (`logit`); of some, also what it makes of the value of a pair
+(`value`), of all logits of a query (`row`), and of the tokens between query and key (`gate`).
 """
 
 import math
@@ -14,10 +15,17 @@ Parameters = Mapping[str, np.ndarray]
 
 
 class Formula(NamedTuple):
-    """embed(x [M], p) -> [M]; logit(q [D], k [D], i, j, head) -> scaled float."""
+    """embed(x [M], p) -> [M]; logit(q [D], k [D], i, j, head) -> scaled float.
+
+    value(v [D], i, j) -> [D]; row(scores [n], q [D]) -> [n], of the seen keys in the order of their positions;
+    gate(x [M], head) -> float, added to a logit for each token after the key, up to the query, x its layer's input.
+    """
 
     embed: Callable[[np.ndarray, int], np.ndarray]
     logit: Callable[[np.ndarray, np.ndarray, int, int, int], float]
+    value: Callable[[np.ndarray, int, int], np.ndarray] | None = None
+    row: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    gate: Callable[[np.ndarray, int], float] | None = None
 
 
 def sinusoid(position: int, channels: int, interleaved: bool = True) -> np.ndarray:
@@ -121,6 +129,79 @@ def transformer_xl(parameters: Parameters, clamp: int | None = None) -> Formula:
     return Formula(_unchanged, logit)
 
 
+def p_rope(parameters: Parameters, p: float = 0.75, reversed: bool = False, base: float = 10_000.0,
+           interleaved: bool = False) -> Formula:  # fmt: skip
+    def turned(x, position):
+        pairs = len(x) // 2
+        kept = math.floor(p * pairs)
+        full = rotated(x, position, base, interleaved=interleaved)
+        out = np.array(x, np.float64)
+        for k in range(pairs - kept, pairs) if reversed else range(kept):
+            for each in (2 * k, 2 * k + 1) if interleaved else (k, k + pairs):
+                out[each] = full[each]
+        return out
+
+    return Formula(_unchanged, lambda q, k, i, j, head: _dot(turned(q, i), turned(k, j)))
+
+
+def zeta(k: int, dims: int) -> float:
+    return (2 * k + 0.4 * dims) / (1.4 * dims)
+
+
+def xpos(parameters: Parameters, scale_base: float = 512.0, base: float = 10_000.0,
+         interleaved: bool = False) -> Formula:  # fmt: skip
+    def logit(q, k, i, j, head):
+        """Each pair's share of the product, in two dims, times its power of the distance."""
+        q, k, dims = rotated(q, i, base, interleaved=interleaved), rotated(k, j, base, interleaved=interleaved), len(q)
+        total = 0.0
+        for n in range(dims // 2):
+            a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + dims // 2)
+            total += (q[a] * k[a] + q[b] * k[b]) * zeta(n, dims) ** ((i - j) / scale_base)
+        return total / math.sqrt(dims)
+
+    return Formula(_unchanged, logit)
+
+
+def shaw(parameters: Parameters, clip: int = 16, values: bool = True) -> Formula:
+    keys, vectors = parameters["keys"], parameters.get("vectors")
+    return Formula(
+        _unchanged,
+        lambda q, k, i, j, head: _dot(q, k + keys[min(i - j, clip)]),
+        value=(lambda v, i, j: v + vectors[min(i - j, clip)]) if values else None,
+    )
+
+
+def sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def cope_places(scores, limit: float = math.inf) -> list[float]:
+    """Gates of a key and of all after it, added up."""
+    return [min(sum(sigmoid(each) for each in scores[n:]), limit) for n in range(len(scores))]
+
+
+def cope(parameters: Parameters, count: int | None = None, gate_scale: bool = True,
+         after_scale: bool = False) -> Formula:  # fmt: skip
+    table = parameters["table"]
+
+    def row(scores, q):
+        size = math.sqrt(len(q))
+        places = cope_places(scores if gate_scale else scores * size, len(table) - 1)
+        out = []
+        for score, place in zip(scores, places, strict=True):
+            low, high = math.floor(place), math.ceil(place)
+            between = (place - low) * (q @ table[high]) + (1 - (place - low)) * (q @ table[low])
+            out.append(score + between if after_scale else (score * size + between) / size)
+        return np.asarray(out)
+
+    return Formula(_unchanged, _plain, row=row)
+
+
+def fox(parameters: Parameters, bias: float = 0.0) -> Formula:
+    weight, b = parameters["gate"], parameters["bias"]
+    return Formula(_unchanged, _plain, gate=lambda x, head: math.log(sigmoid(float(x @ weight[:, head]) + b[head])))
+
+
 FORMULAS = {
     "none": none,
     "sinusoidal": sinusoidal,
@@ -129,6 +210,11 @@ FORMULAS = {
     "alibi": alibi,
     "t5": t5,
     "transformer_xl": transformer_xl,
+    "p_rope": p_rope,
+    "xpos": xpos,
+    "shaw": shaw,
+    "cope": cope,
+    "fox": fox,
 }
 
 
@@ -137,14 +223,24 @@ def visible(i: int, j: int, window: int | None = None) -> bool:
     return i >= 0 and j >= 0 and j <= i and (window is None or i - j < window)
 
 
-def logits(formula: Formula, q, k, query_positions, key_positions, window: int | None = None) -> np.ndarray:
-    """q [B,T,H,D], k [B,S,H,D], positions [B,T] and [B,S] -> [B,H,T,S], -inf where a key is not seen."""
+def logits(formula: Formula, q, k, query_positions, key_positions, window: int | None = None, x=None) -> np.ndarray:
+    """q [B,T,H,D], k [B,S,H,D], positions [B,T] and [B,S] -> [B,H,T,S], -inf where a key is not seen.
+
+    x [B,S,M]: of a formula with gates, the inputs of all tokens, as the keys are.
+    """
     batch, queries, heads, _ = q.shape
     out = np.full((batch, heads, queries, k.shape[1]), -np.inf)
     for b, h, t, s in np.ndindex(out.shape):
         i, j = int(query_positions[b, t]), int(key_positions[b, s])
         if visible(i, j, window):
             out[b, h, t, s] = formula.logit(q[b, t, h], k[b, s, h], i, j, h)
+            if formula.gate is not None:
+                between = [n for n, position in enumerate(key_positions[b]) if j < position <= i]
+                out[b, h, t, s] += sum(formula.gate(x[b, n], h) for n in between)
+    if formula.row is not None:
+        for b, h, t in np.ndindex(batch, heads, queries):
+            seen = [s for s in np.argsort(key_positions[b]) if out[b, h, t, s] > -np.inf]
+            out[b, h, t, seen] = formula.row(out[b, h, t, seen], q[b, t, h])
     return out
 
 
@@ -156,10 +252,13 @@ def softmax(row: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def attention(scores: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """scores [B,H,T,S], v [B,S,H,D] -> [B,T,H,D]."""
-    batch, heads, queries, _ = scores.shape
-    out = np.zeros((batch, queries, heads, v.shape[-1]))
-    for b, h, t in np.ndindex(batch, heads, queries):
-        out[b, t, h] = softmax(scores[b, h, t]) @ v[b, :, h]
+def attention(formula: Formula, q, k, v, query_positions, key_positions, window: int | None = None, x=None):
+    """As `logits`, with v [B,S,H,D] -> [B,T,H,D]."""
+    scores = logits(formula, q, k, query_positions, key_positions, window, x)
+    out = np.zeros(q.shape)
+    for b, h, t in np.ndindex(scores.shape[:3]):
+        for s, weight in enumerate(softmax(scores[b, h, t])):
+            i, j = int(query_positions[b, t]), int(key_positions[b, s])
+            if weight > 0:
+                out[b, t, h] += weight * (v[b, s, h] if formula.value is None else formula.value(v[b, s, h], i, j))
     return out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import encodings_oracle as oracle
 import jax
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sample_encodings import Cope
 from streaming_oracle import stream
 from tiny_models import TINY, by_path, for_gpt2, forward, ids, perturbed, tiny
 
@@ -21,6 +21,7 @@ from pe_ablation.model import GPT
 pytestmark = pytest.mark.usefixtures("quick_compilation", "rolled_layers")
 
 RELATIVE = ("none", "rope", "alibi", "t5", "transformer_xl")
+NEWER = ("xpos", "shaw", "fox")
 T = 24
 
 
@@ -87,8 +88,7 @@ def close(found, wanted):
 # Streaming
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 2, 4])
-@pytest.mark.parametrize("name", RELATIVE)
+@pytest.mark.parametrize("name, sinks", [*itertools.product(RELATIVE, [0, 1, 2, 4]), *itertools.product(NEWER, [0, 2])])
 def test_streaming_equals_lists_in_float64_and_many_tokens_at_once_equal_one(name, sinks):
     """3 layers, T >= 3 W; the mask and the views of the whole text at once are the same again."""
     config, policy = three(name), Policy("sink" if sinks else "window", sinks + 3, sinks)
@@ -105,7 +105,7 @@ def test_streaming_equals_lists_in_float64_and_many_tokens_at_once_equal_one(nam
     assert float(np.abs(plain[policy.seen :] - wanted[policy.seen :]).max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["rope", "t5"])
+@pytest.mark.parametrize("name", ["rope", "t5", "xpos", "shaw", "fox"])
 def test_one_masked_pass_with_two_views_is_streaming(name):
     config, policy = three(name), Policy("sink", 5, 2)
     graph, parameters = perturbed(config)
@@ -142,7 +142,7 @@ def test_evicting_before_reading_sees_one_less():
 
 
 @pytest.mark.parametrize("rule, limit", [("original", None), ("capped", 7)])
-@pytest.mark.parametrize("name", ["rope", "alibi"])
+@pytest.mark.parametrize("name", ["rope", "alibi", "xpos", "shaw"])
 def test_other_position_rules(name, rule, limit):
     config, policy = three(name), Policy("sink", 5, 2, positions=rule, limit=limit)
     parts, tokens = perturbed(config), ids(config, T)
@@ -233,9 +233,10 @@ def test_rows_of_unequal_age_and_prompts_shorter_than_the_sinks_or_just_full():
         close(own[-len(row) :], read(config, policy, row, 1, parts)[0][0])
 
 
-def test_positions_of_an_endless_text_lose_nothing():
+@pytest.mark.parametrize("name", ["rope", "xpos"])
+def test_positions_of_an_endless_text_lose_nothing(name):
     """A million tokens in, the same numbers as at the start: angles are of positions in the cache."""
-    config, policy = three("rope"), Policy("sink", 5, 2)
+    config, policy = three(name), Policy("sink", 5, 2)
     graph, parameters = parts = perturbed(config)
     tokens = ids(config, T)
     wanted, _ = read(config, policy, tokens, 3, parts)
@@ -251,14 +252,11 @@ def test_positions_of_an_endless_text_lose_nothing():
     close(logits, wanted[:, 6:])
 
 
-def test_an_encoding_that_orders_all_keys_streams_one_token_at_a_time(monkeypatch):
-    monkeypatch.setitem(encodings.REGISTRY, "cope", Cope)
-    config, policy = tiny(encoding="cope", num_layers=1, train_length=8), Policy("sink", 5, 2)
+def test_an_encoding_that_orders_all_keys_streams_one_token_at_a_time():
+    config, policy = three("cope"), Policy("sink", 5, 2)
     parts, tokens = perturbed(config), ids(config, T)
     assert not eviction.in_parallel(policy, nnx.merge(*parts))
-    logits, _ = read(config, policy, tokens, 1, parts)
-    kept = np.asarray([0, 1, T - 4, T - 3, T - 2, T - 1])
-    close(logits[0, -1], forward(parts[0])(parts[1], tokens[kept][None])[0, -1])
+    close(read(config, policy, tokens, 1, parts)[0][0], expected(config, parts[1], tokens, sinks=2, recent=3)[0])
     with pytest.raises(EvictionError, match="at most 1"):
         read(config, policy, tokens, 3, parts)
 

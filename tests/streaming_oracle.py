@@ -2,7 +2,7 @@
 
 Imports nothing of the package. Weights are those of `gpt2_oracle`, formulas those of `encodings_oracle`, one a layer.
 Each layer keeps (index in the text, key, value) of the first S tokens and the last R; whatever is kept is numbered anew
-at every step.
+at every step. What gates made of a token stays, kept or not.
 """
 
 import math
@@ -21,6 +21,7 @@ def stream(weights, tokens, heads, formulas, *, sinks=0, recent=None, evict="aft
     """
     embedded = embedded or (lambda t: t)
     kept = [[] for _ in weights["layers"]]
+    read = [[] for _ in weights["layers"]]
     logits, trace = [], []
     for t, token in enumerate(tokens):
         for each in kept:
@@ -36,7 +37,9 @@ def stream(weights, tokens, heads, formulas, *, sinks=0, recent=None, evict="aft
             normed = layer_norm(x, *layer["attention_norm"])
             q, k, v = np.split(normed @ layer["qkv"][0] + layer["qkv"][1], 3)
             own.append((t, k, v))
-            x = x + attended(q, own, shown, formula, heads, sinks, rule, limit) @ layer["attention_out"][0]
+            read[number].append(normed)
+            out = attended(q, own, shown, formula, heads, sinks, rule, limit, read[number])
+            x = x + out @ layer["attention_out"][0]
             x = x + layer["attention_out"][1]
             x = x + mlp(layer_norm(x, *layer["mlp_norm"]), layer)
         for each in kept:
@@ -59,18 +62,23 @@ def keys_of(weights, layer, formula, token, position):
     return np.split(layer_norm(x, *layer["attention_norm"]) @ layer["qkv"][0] + layer["qkv"][1], 3)
 
 
-def attended(q, own, shown, formula, heads, sinks, rule, limit):
-    """The weighted values of one token over what is kept, itself last: [M]."""
+def attended(q, own, shown, formula, heads, sinks, rule, limit, read):
+    """The weighted values of one token over what is kept, itself last: [M]. `read`: the inputs of all tokens so far."""
     size = len(q) // heads
     out = np.zeros(len(q))
     for h in range(heads):
         part = slice(h * size, (h + 1) * size)
-        scores = []
-        for (_, key, _), j in zip(own, shown, strict=True):
+        scores, values = [], []
+        for (index, key, value), j in zip(own, shown, strict=True):
             i = shown[-1]
             far = rule == "capped" and j < sinks and i - j > limit
             i, j = (limit, 0) if far else (i, j)
             scores.append(formula.logit(q[part], key[part], i, j, h))
+            if formula.gate is not None:
+                scores[-1] += sum(formula.gate(x, h) for x in read[index + 1 :])
+            values.append(value[part] if formula.value is None else formula.value(value[part], i, j))
+        if formula.row is not None:
+            scores = formula.row(np.asarray(scores), q[part])
         weights = [math.exp(score - max(scores)) for score in scores]
-        out[part] = sum(w * value[part] for w, (_, _, value) in zip(weights, own, strict=True)) / sum(weights)
+        out[part] = sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
     return out

@@ -14,8 +14,9 @@ from flax import nnx
 from pe_ablation.encodings.absolute import Learned, Sinusoidal
 from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, distance
 from pe_ablation.encodings.bias import T5, ALiBi
-from pe_ablation.encodings.content import TransformerXL
-from pe_ablation.encodings.rotary import RoPE
+from pe_ablation.encodings.content import Shaw, TransformerXL
+from pe_ablation.encodings.gates import CoPE, FoX
+from pe_ablation.encodings.rotary import PRoPE, RoPE, XPos
 
 __all__ = [
     "REGISTRY",
@@ -43,6 +44,11 @@ REGISTRY: dict[str, type[Encoding]] = {
     "alibi": ALiBi,
     "t5": T5,
     "transformer_xl": TransformerXL,
+    "p_rope": PRoPE,
+    "xpos": XPos,
+    "shaw": Shaw,
+    "cope": CoPE,
+    "fox": FoX,
 }
 
 
@@ -61,6 +67,11 @@ def instances() -> tuple[tuple[str, dict[str, Any]], ...]:
         ("rope", {"interleaved": True}),
         ("t5", {"num_buckets": 8, "max_distance": 12}),
         ("transformer_xl", {"clamp": 5}),
+        ("p_rope", {"p": 0.5, "reversed": True, "interleaved": True}),
+        ("xpos", {"scale_base": 1024.0, "interleaved": True}),
+        ("shaw", {"clip": 3, "values": False}),
+        ("cope", {"count": 4, "gate_scale": False, "after_scale": True}),
+        ("fox", {"bias": 5.0}),
     )
 
 

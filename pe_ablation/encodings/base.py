@@ -59,6 +59,7 @@ class Encoding(nnx.Module):
     """No positional encoding: the causal mask is the only order information.
 
     Subclasses override what they need. Options are the keyword-only parameters of `__init__`, annotated, with defaults.
+    With `recentred`, attention takes one number per tile from the positions that `query` and `key` are shown.
     Source: Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466.
     """
 
@@ -72,6 +73,7 @@ class Encoding(nnx.Module):
     shift_invariant: bool = True
     max_position: int | None = None
     per_layer: ClassVar[tuple[str, ...]] = ()
+    recentred: ClassVar[bool] = False
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         del sizes, rngs
@@ -150,3 +152,28 @@ def _lookup_backward(residuals, gradient):
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+@jax.custom_vjp
+def pick(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """One of K numbers per query for each key: rows [B,H,T,K], index int32 [B or 1,T,S] -> [B,H,T,S].
+
+    Its transpose is `binned`, for the reason that `lookup` has.
+    """
+    return jnp.take_along_axis(rows, index[:, None], axis=-1)
+
+
+def binned(w: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """Sums of w [B,H,T,S] over the keys of each index, int32 [B or 1,T,S] in 0..count-1 -> [B,H,T,count]."""
+    return jnp.einsum("bhts,btsk->bhtk", w, jax.nn.one_hot(index, count, dtype=w.dtype))
+
+
+def _pick_forward(rows, index):
+    return pick(rows, index), (index, rows.shape[-1])
+
+
+def _pick_backward(residuals, gradient):
+    return binned(gradient, *residuals), None
+
+
+pick.defvjp(_pick_forward, _pick_backward)

@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, angles, distance, geometric, normal
+from pe_ablation.encodings.base import (
+    About,
+    Encoding,
+    Scores,
+    Sizes,
+    Tokens,
+    angles,
+    binned,
+    distance,
+    geometric,
+    normal,
+    pick,
+)
 
 
 class TransformerXL(Encoding):
@@ -66,3 +78,40 @@ class TransformerXL(Encoding):
         """cos and sin of the position's angles, float32 [B or 1,T,1,M/2] each."""
         angle = angles(pos, geometric(self.projection.shape[0] // 2, 10_000.0))[:, :, None, :]
         return jnp.cos(angle), jnp.sin(angle)
+
+
+class Shaw(Encoding):
+    """l_ij = q_i . (k_j + a^K_c) / sqrt(D), o_i = sum_j w_ij (v_j + a^V_c), c = min(i - j, clip).
+
+    A learned vector per distance up to `clip`, clip + 1 of them, since all keys are behind; `values=False` leaves out
+    a^V. Tables are shared by all heads and one per layer (the paper's base model has one per head, too).
+    Source: Shaw et al. 2018, arXiv:1803.02155, section 3.
+    """
+
+    about: ClassVar[About] = About(
+        formula="l_ij = q_i . (k_j + a^K_c) / sqrt(D), o_i = sum_j w_ij (v_j + a^V_c), c = min(i - j, clip)",
+        source="Shaw et al. 2018, arXiv:1803.02155",
+        parameters="(clip + 1) * D * (1 + values) per layer",
+        beyond="defined everywhere: the last vector serves all far distances, and was trained if clip < L",
+    )
+    scores = Scores.CONTENT
+    per_layer: ClassVar[tuple[str, ...]] = ("keys", "vectors")
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs, *, clip: int = 16, values: bool = True):
+        if clip < 1:
+            raise ValueError(f"encoding.options.clip: {clip} is not a distance; at least 1")
+        self.clip = clip
+        self.keys = normal(rngs, clip + 1, sizes.head_dim)
+        self.vectors = normal(rngs, clip + 1, sizes.head_dim) if values else None
+
+    def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
+        by_distance = jnp.einsum("bthd,cd->bhtc", q.vec.astype(jnp.float32), self.keys[...])
+        return a + pick(by_distance, self._index(q, k)) * q.vec.shape[-1] ** -0.5
+
+    def values(self, w: jax.Array, q: Tokens, k: Tokens) -> jax.Array | None:
+        if self.vectors is None:
+            return None
+        return jnp.einsum("bhtc,cd->bthd", binned(w, self._index(q, k), self.clip + 1), self.vectors[...])
+
+    def _index(self, q: Tokens, k: Tokens) -> jax.Array:
+        return jnp.minimum(distance(q, k), self.clip)

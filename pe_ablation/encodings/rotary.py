@@ -4,16 +4,62 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pe_ablation.encodings.base import About, Encoding, Sizes, angles, geometric
 
+LARGEST = 40.0  # log of the largest power in XPos: the product of two is below float32's largest number
 
-class RoPE(Encoding):
-    """q_i -> R(i) q_i, k_j -> R(j) k_j; R(p) turns pair k of the first fraction*D dims by p * base^(-2k/(fraction*D)).
+
+def _pairs(sizes: Sizes) -> int:
+    if sizes.head_dim % 2:
+        raise ValueError(f"model_dim: makes head_dim {sizes.head_dim}, which is odd; a rotation turns pairs of dims")
+    return sizes.head_dim // 2
+
+
+def _frequencies(pairs: int, base: float) -> np.ndarray:
+    if not base > 1:
+        raise ValueError(f"encoding.options.base: {base} must be above 1")
+    return geometric(pairs, base)
+
+
+class Rotary(Encoding):
+    """q_i -> R(i) q_i, k_j -> R(j) k_j, where R(p) turns pair k by p * frequencies[k]; what follows the pairs stays.
 
     Pairs are (k, k + d/2), or (2k, 2k+1) when `interleaved`; both are the same function up to a fixed permutation of
-    the projections' columns. The number of rotated dims must be even.
+    the projections' columns.
+    """
+
+    def __init__(self, frequencies: np.ndarray, interleaved: bool):
+        self.frequencies = tuple(frequencies.tolist())
+        self.interleaved = interleaved
+
+    def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
+        return self.turned(q, pos)
+
+    def key(self, k: jax.Array, pos: jax.Array) -> jax.Array:
+        return self.turned(k, pos)
+
+    def turned(self, x: jax.Array, pos: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+        """x [B,T,H,D] at pos [B or 1,T], pair k times scale [B or 1,T,1,k]."""
+        angle = angles(pos, np.asarray(self.frequencies))[:, :, None, :]
+        cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
+        dims = 2 * len(self.frequencies)
+        pairs = x[..., :dims].astype(jnp.float32)
+        if self.interleaved:
+            first, second = pairs[..., 0::2], pairs[..., 1::2]
+        else:
+            first, second = jnp.split(pairs, 2, axis=-1)
+        pair = [first * cos - second * sin, second * cos + first * sin]
+        turned = jnp.stack(pair, -1).reshape(pairs.shape) if self.interleaved else jnp.concatenate(pair, -1)
+        return jnp.concatenate([turned.astype(x.dtype), x[..., dims:]], axis=-1)
+
+
+class RoPE(Rotary):
+    """q_i -> R(i) q_i, k_j -> R(j) k_j; R(p) turns pair k of the first fraction*D dims by p * base^(-2k/(fraction*D)).
+
+    The number of rotated dims must be even.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
 
@@ -28,36 +74,89 @@ class RoPE(Encoding):
         self, sizes: Sizes, rngs: nnx.Rngs, *, base: float = 10_000.0, fraction: float = 1.0, interleaved: bool = False
     ):
         del rngs
-        if sizes.head_dim % 2:
-            raise ValueError(
-                f"model_dim: makes head_dim {sizes.head_dim}, which is odd; a rotation turns pairs of dims"
-            )
+        _pairs(sizes)
         dims = fraction * sizes.head_dim
         if not 0 < fraction <= 1 or dims != int(dims) or int(dims) % 2:
             raise ValueError(
                 f"encoding.options.fraction: {fraction} of head_dim {sizes.head_dim} rotates {dims:g} dims; "
                 "an even number from 2 to head_dim is needed"
             )
-        if not base > 1:
-            raise ValueError(f"encoding.options.base: {base} must be above 1")
-        self.base = base
-        self.dims = int(dims)
-        self.interleaved = interleaved
+        super().__init__(_frequencies(int(dims) // 2, base), interleaved)
+
+
+class PRoPE(Rotary):
+    """RoPE with the highest floor(p D/2) of its D/2 frequencies, the others 0; `reversed` keeps the lowest instead.
+
+    The frequencies are those of all D dims, unlike with RoPE's `fraction`; p = 0 is no encoding, p = 1 RoPE.
+    Source: Barbero et al. 2024, arXiv:2410.06205.
+    """
+
+    about: ClassVar[About] = About(
+        formula="RoPE, but R(p) leaves the slowest (1 - p) D/2 pairs as they are",
+        source="Barbero et al. 2024, arXiv:2410.06205",
+        parameters="0",
+        beyond="defined everywhere; phases unseen in training as with RoPE, save those of the pairs left as they are",
+    )
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        rngs: nnx.Rngs,
+        *,
+        p: float = 0.75,
+        reversed: bool = False,
+        base: float = 10_000.0,
+        interleaved: bool = False,
+    ):
+        del rngs
+        if not 0 <= p <= 1:
+            raise ValueError(f"encoding.options.p: {p} is not a share of the frequencies; from 0 to 1")
+        pairs = _pairs(sizes)
+        kept = int(p * pairs + 1e-9)  # 0.29 * 100 is less than 29
+        of_pair = np.arange(pairs)
+        turns = of_pair >= pairs - kept if reversed else of_pair < kept
+        super().__init__(np.where(turns, _frequencies(pairs, base), 0.0), interleaved)
+
+
+class XPos(Rotary):
+    """RoPE, pair k times zeta_k^((i - j) / scale_base), zeta_k = (2k + 0.4 D) / (1.4 D): a power per query and per key.
+
+    Powers of a position soon leave float32, so positions are counted from the middle of the queries of a tile, which
+    must lie within 60 * scale_base of each other; keys may be as far back as they like.
+    Source: Sun et al. 2022, arXiv:2212.10554.
+    """
+
+    about: ClassVar[About] = About(
+        formula="RoPE, pair k times zeta_k^((i-j)/scale_base), zeta_k = (2k + 0.4 D) / (1.4 D)",
+        source="Sun et al. 2022, arXiv:2212.10554",
+        parameters="0",
+        beyond="defined everywhere; phases unseen in training as with RoPE, but far keys fade, fast pairs first",
+    )
+    recentred: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        rngs: nnx.Rngs,
+        *,
+        scale_base: float = 512.0,
+        base: float = 10_000.0,
+        interleaved: bool = False,
+    ):
+        del rngs
+        if not scale_base > 0:
+            raise ValueError(f"encoding.options.scale_base: {scale_base} must be above 0")
+        pairs = _pairs(sizes)
+        super().__init__(_frequencies(pairs, base), interleaved)
+        zeta = (2 * np.arange(pairs) + 0.4 * sizes.head_dim) / (1.4 * sizes.head_dim)
+        self.rates = tuple((np.log(zeta) / scale_base).tolist())
 
     def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
-        return self._rotate(q, pos)
+        return self.turned(q, pos, self._power(pos, 1.0))
 
     def key(self, k: jax.Array, pos: jax.Array) -> jax.Array:
-        return self._rotate(k, pos)
+        return self.turned(k, pos, self._power(pos, -1.0))
 
-    def _rotate(self, x: jax.Array, pos: jax.Array) -> jax.Array:
-        angle = angles(pos, geometric(self.dims // 2, self.base))[:, :, None, :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        turned = x[..., : self.dims].astype(jnp.float32)
-        if self.interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-        else:
-            first, second = jnp.split(turned, 2, axis=-1)
-        pair = [first * cos - second * sin, second * cos + first * sin]
-        turned = jnp.stack(pair, -1).reshape(turned.shape) if self.interleaved else jnp.concatenate(pair, -1)
-        return jnp.concatenate([turned.astype(x.dtype), x[..., self.dims :]], axis=-1)
+    def _power(self, pos: jax.Array, sign: float) -> jax.Array:
+        """zeta_k^(sign * pos / scale_base), float32 [B or 1,T,1,k]."""
+        return jnp.exp(jnp.minimum(sign * angles(pos, np.asarray(self.rates)), LARGEST))[:, :, None, :]
