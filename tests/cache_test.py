@@ -75,9 +75,17 @@ def test_so_do_encodings_with_values_states_and_ordered_rows(cls, monkeypatch):
     check(tiny(encoding="own"))
 
 
+def test_so_does_a_sum_of_two_with_states_and_values(monkeypatch):
+    monkeypatch.setitem(encodings.REGISTRY, "fox", Fox)
+    monkeypatch.setitem(encodings.REGISTRY, "shaw", Shaw)
+    inner = {"first": "shaw", "second": "fox"}
+    check(tiny(encoding="sum", encoding_options={"first": "fox", "second": "sum", "second_options": inner}))
+
+
 PATTERNS = [
     (("none", 3), ("rope", None)),
     (("transformer_xl", None), ("transformer_xl", 4)),
+    (("dape", 5), ({"name": "sum", "options": {"first": "transformer_xl", "second": "fire"}}, None)),
     (("t5", 5), ({"name": "rope", "options": {"base": 50.0}}, None), ("t5", 2), ("alibi", None)),
 ]
 
