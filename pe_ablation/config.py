@@ -346,7 +346,7 @@ def type_of(path: str) -> Any:
     names = path.split(".")
     for depth, name in enumerate(names):
         parent = ".".join(names[:depth])
-        if parent == "encoding.options" and depth == len(names) - 1:
+        if parent == "encoding.options":
             return Any
         if not dataclasses.is_dataclass(at):
             raise ConfigError(f"{path}: {parent} is a value, not a group of fields")
@@ -414,7 +414,7 @@ def training_identity(experiment: Experiment) -> str:
     if (experiment.data.tokenizer, experiment.data.bos) == ("gpt2", "none"):
         changed["data.ids"] = 50257  # 50,258 before, an embedding of another size
     changed["encoding.options"] = encodings.resolved_options(experiment.encoding.name, experiment.encoding.options)
-    changed["encoding.source"] = encodings.source_digest(experiment.encoding.name)
+    changed["encoding.source"] = encodings.source_digest(experiment.encoding.name, experiment.encoding.options)
     text = json.dumps({"format": IDENTITY_FORMAT, **changed}, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -591,17 +591,7 @@ def _parse(hint: Any, text: str, path: str) -> Any:
 
 def _checked(experiment: Experiment) -> Experiment:
     """Ranges and relations between fields; returns the experiment with its encoding options converted."""
-    options = {}
-    try:
-        hints = encodings.option_types(experiment.encoding.name)
-    except ValueError as error:
-        raise ConfigError(f"encoding.name: {error}") from None
-    for name, value in experiment.encoding.options.items():
-        if name not in hints:
-            allowed = ", ".join(hints) or "none"
-            problem = f"{experiment.encoding.name} has no such option{near(name, hints)}"
-            raise ConfigError(f"encoding.options.{name}: {problem}; allowed: {allowed}")
-        options[name] = convert(hints[name], value, f"encoding.options.{name}")
+    options = _options(experiment.encoding.name, experiment.encoding.options, "encoding.name", "encoding.options")
     experiment = dataclasses.replace(experiment, encoding=EncodingConfig(experiment.encoding.name, options))
     _check_ranges(experiment)
     _check_relations(experiment)
@@ -636,6 +626,24 @@ def _check_positions(experiment: Experiment) -> None:
             f"positions.maximum: {chosen.maximum}, but {experiment.encoding.name} has {limit} positions; set "
             f"encoding.options.rows to {chosen.maximum}, or a lower maximum"
         )
+
+
+def _options(name: str, given: Mapping[str, Any], named_by: str, path: str) -> dict[str, Any]:
+    """The options of an encoding as the types that its class says, those of encodings that they name as well."""
+    try:
+        hints = encodings.option_types(name)
+    except ValueError as error:
+        raise ConfigError(f"{named_by}: {error}") from None
+    options = {}
+    for option, value in given.items():
+        if option not in hints:
+            problem = f"{name} has no such option{near(option, hints)}"
+            raise ConfigError(f"{path}.{option}: {problem}; allowed: {', '.join(hints) or 'none'}")
+        options[option] = convert(hints[option], value, f"{path}.{option}")
+    for option, (inner, own) in encodings.nested(name, options).items():
+        if own:
+            options[f"{option}_options"] = _options(inner, own, f"{path}.{option}", f"{path}.{option}_options")
+    return options
 
 
 def _check_ranges(experiment: Experiment) -> None:

@@ -75,12 +75,6 @@ class Subject:
     def encoding(self) -> Encoding:
         return nnx.merge(self.graph, self.parameters)
 
-    @property
-    def inside(self) -> bool:
-        """Whether attention sees the encoding at all, or it acts at the input alone."""
-        hooks = ("query", "key", "state", "logits", "values")
-        return any(getattr(self.cls, hook) is not getattr(Encoding, hook) for hook in hooks)
-
     @functools.cached_property
     def attended(self) -> Callable[..., Any]:
         """Jitted (parameters, q, k, v, positions, window) -> output, gradients of all four under a fixed cotangent."""
@@ -166,10 +160,16 @@ def _parameter_count(subject: Subject) -> Iterator[Result]:
     if "about" not in vars(subject.cls):
         return
     count = sum(leaf.size for leaf in jax.tree.leaves(subject.parameters))
-    options = {**encodings.option_defaults(subject.name), **subject.options}
-    stated = re.sub(r"\(shared\)|per layer", "", subject.cls.about.parameters)
-    expected = eval(stated, {"__builtins__": {}}, {"H": H, "D": D, "M": M, "L": L, **options})
+    expected = _stated(subject.name, subject.options)
     yield Result("as many parameters as its card says", abs(count - expected), 0, f"{count}, card {expected}")
+
+
+def _stated(name: str, options: Mapping[str, Any]) -> float:
+    """The number of parameters that a card states, those of encodings inside it as well."""
+    text = re.sub(r"\(shared\)|per layer", "", encodings.find(name).about.parameters)
+    parts = {option: _stated(*inner) for option, inner in encodings.nested(name, options).items()}
+    sizes = {"H": H, "D": D, "M": M, "L": L}
+    return eval(text, {"__builtins__": {}}, {**sizes, **encodings.option_defaults(name), **options, **parts})
 
 
 def _jit_equals_eager(subject: Subject) -> Iterator[Result]:
@@ -316,7 +316,7 @@ def _seeds(subject: Subject) -> Iterator[Result]:
 def _sharing(subject: Subject) -> Iterator[Result]:
     """One encoding for each layer, with copies of the shared parameters, is the shared one."""
     config = subject.gpt()
-    if subject.cls.embed is not Encoding.embed or not jax.tree.leaves(subject.parameters):
+    if subject.encoding.overrides("embed") or not jax.tree.leaves(subject.parameters):
         return
     shared, own = (GPTConfig(**{**vars(config), "sharing": each}) for each in ("all", "none"))
     graphs = {}

@@ -151,13 +151,25 @@ class GPTConfig:
             model_dim=self.model_dim,
             train_length=self.train_length,
             rngs=rngs,
-            **dict(slot.options),
+            **_mapping(slot.options),
         )
 
 
-def _pairs(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options as sorted pairs that can be hashed."""
-    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in sorted(options.items()))
+class _Pairs(tuple):
+    """Options as sorted pairs that can be hashed; those of an option that is a mapping are such pairs too."""
+
+
+def _pairs(options: Mapping[str, Any]) -> _Pairs:
+    return _Pairs((name, _hashable(value)) for name, value in sorted(options.items()))
+
+
+def _hashable(value: Any) -> Any:
+    return _pairs(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
+
+
+def _mapping(pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The options that `_pairs` was given."""
+    return {name: _mapping(value) if isinstance(value, _Pairs) else value for name, value in pairs}
 
 
 def _slot(entry: Any, own: Slot, index: int) -> Slot:
@@ -176,7 +188,7 @@ def _slot(entry: Any, own: Slot, index: int) -> Slot:
 def _check_encoding(config: GPTConfig, slot: Slot) -> None:
     """Sizes and options fit the class; an encoding that acts on the input serves every layer or none."""
     abstract = nnx.eval_shape(lambda: config.build_encoding(slot, nnx.Rngs(0)))
-    if type(abstract).embed is Encoding.embed:
+    if not abstract.overrides("embed"):
         return
     if len(config.distinct) > 1:
         raise ValueError(f"pattern: {slot.name} acts once, at the input; it cannot be one of several encodings")
@@ -324,7 +336,7 @@ class GPT(nnx.Module):
     @property
     def absolute(self) -> bool:
         """Whether positions enter at the input, so that keys and values of every layer hold them."""
-        return any(type(each).embed is not Encoding.embed for each in self.encodings)
+        return any(each.overrides("embed") for each in self.encodings)
 
     @property
     def shift_invariant(self) -> bool:
@@ -486,8 +498,12 @@ def _layered(config: GPTConfig, slot: Slot, key: jax.Array, groups: int) -> Enco
 
 def _per_layer(config: GPTConfig, slot: Slot, encoding: Encoding):
     """(graph, state that is one per layer, state that the layers share) under `config.sharing`."""
-    names = {"all": (), "none": None, "paper": encodings.find(slot.name).per_layer}[config.sharing]
-    return nnx.split(encoding, lambda path, _: names is None or path[0] in names, ...)
+    names = {"all": (), "none": ("",), "paper": encoding.per_layer}[config.sharing]
+
+    def own(path, _):
+        return any(f"/{'/'.join(path)}/".startswith(f"/{name}/" if name else "/") for name in names)
+
+    return nnx.split(encoding, own, ...)
 
 
 def refuse_tokens(tokens: Any, vocab_size: int) -> None:

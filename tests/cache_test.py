@@ -68,9 +68,15 @@ def test_any_division_into_pieces_gives_the_logits_of_the_whole(instance):
     check(tiny(encoding=name, encoding_options=options))
 
 
+def test_so_does_a_sum_of_two_with_states_and_values():
+    inner = {"first": "shaw", "second": "fox"}
+    check(tiny(encoding="sum", encoding_options={"first": "fox", "second": "sum", "second_options": inner}))
+
+
 PATTERNS = [
     (("none", 3), ("rope", None)),
     (("transformer_xl", None), ("transformer_xl", 4)),
+    (("dape", 5), ({"name": "sum", "options": {"first": "transformer_xl", "second": "fire"}}, None)),
     (("t5", 5), ({"name": "rope", "options": {"base": 50.0}}, None), ("t5", 2), ("alibi", None)),
     (("fox", 4), ("cope", None), ("shaw", 3), ("xpos", None)),
 ]

@@ -106,7 +106,7 @@ OPTIONS = {
     "sinusoidal": {"scale": 1.0, "interleaved": True},
     "learned": {"rows": None},
     "rope": {"base": 10000.0, "fraction": 1.0, "interleaved": False},
-    "alibi": {},
+    "alibi": {"learned": False, "heads": None},
     "t5": {"num_buckets": 32, "max_distance": 128},
     "transformer_xl": {"clamp": None},
     "p_rope": {"p": 0.75, "reversed": False, "base": 10000.0, "interleaved": False},
@@ -114,6 +114,12 @@ OPTIONS = {
     "shaw": {"clip": 16, "values": True},
     "cope": {"count": None, "gate_scale": True, "after_scale": False},
     "fox": {"bias": 0.0},
+    "kerple_log": {},
+    "kerple_power": {},
+    "fire": {"hidden_layers": 1, "width": 32, "threshold": 512},
+    "sandwich": {"dbar": 128, "first": 1},
+    "sum": {"first": "rope", "second": "alibi", "first_options": None, "second_options": None},
+    "dape": {"base": "alibi", "base_options": None, "width": 32},
 }
 
 
@@ -237,6 +243,26 @@ def test_an_option_becomes_the_type_its_class_says():
     assert is_exactly(experiment.encoding.options["base"], 500.0)
     with pytest.raises(ConfigError, match=r"encoding\.options\.base"):
         config.read({"encoding": {"name": "rope", "options": {"base": "5e2"}}})
+
+
+def test_options_of_an_encoding_inside_another_are_read_as_strictly():
+    asked = {"encoding.name": "sum", "encoding.options.first_options": {"base": 500}}
+    flags = {"encoding.name": "sum", "encoding.options.first_options.base": from_flag("500")}
+    whole = {"encoding.name": "sum", "encoding.options.first_options": from_flag("{'base': 500}")}
+    for each in (asked, flags, whole):
+        assert is_exactly(config.read({}, each).encoding.options["first_options"]["base"], 500.0)
+    assert config.type_of("encoding.options.first_options.base") is Any
+    for path, value, message in (
+        ("first_options.bse", 3, "encoding.options.first_options.bse: rope has no such option (did you mean base?)"),
+        ("first_options.base", "x", "encoding.options.first_options.base: expected float, got 'x'"),
+        ("first_options.fraction", 0.3, "encoding.options.first_options.fraction: 0.3"),
+        ("first_options", 3, "encoding.options.first_options: expected a group of options, got 3"),
+        ("first", "rop", "encoding.options.first: unknown encoding 'rop'"),
+        ("second", "rope", "encoding.options.second: rope and rope both change"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            config.read({"encoding": {"name": "sum"}}, {f"encoding.options.{path}": value})
+        assert str(refusal.value).startswith(message)
 
 
 # Names and ranges
@@ -483,6 +509,22 @@ def test_the_file_of_a_users_own_encoding_is_in_the_identity(tmp_path):
     before = config.training_identity(experiment)
     file.write_text(source + "# changed\n")
     assert config.training_identity(experiment) != before
+
+
+def test_an_encoding_inside_another_is_in_the_identity_as_it_would_be_alone(tmp_path):
+    def identity(**options):
+        return config.training_identity(config.read({"encoding": {"name": "sum", "options": options}}))
+
+    plain = identity()
+    assert plain == identity(first="rope", first_options={}) == identity(first_options={"base": 10000.0})
+    changed = identity(first_options={"base": 500.0})
+    assert plain != changed == identity(first_options={"base": 500, "fraction": 1})
+    file = tmp_path / "mine.py"
+    source = "from pe_ablation.encodings import Encoding\n\n\nclass Mine(Encoding):\n    pass\n"
+    file.write_text(source)
+    before = identity(second=f"{file}:Mine")
+    file.write_text(source + "# changed\n")
+    assert identity(second=f"{file}:Mine") != before
 
 
 GOLDEN = {"rope": "c7fe224528c2", "none": "8fd9330c7023"}

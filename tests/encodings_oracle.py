@@ -18,7 +18,8 @@ class Formula(NamedTuple):
     """embed(x [M], p) -> [M]; logit(q [D], k [D], i, j, head) -> scaled float.
 
     value(v [D], i, j) -> [D]; row(scores [n], q [D]) -> [n], of the seen keys in the order of their positions;
-    gate(x [M], head) -> float, added to a logit for each token after the key, up to the query, x its layer's input.
+    gate(x [M], head) -> float, added to a logit for each token after the key, up to the query, x its layer's input;
+    mixed([H], i, j) -> [H], what becomes of a pair's logits once all heads have theirs.
     """
 
     embed: Callable[[np.ndarray, int], np.ndarray]
@@ -26,6 +27,7 @@ class Formula(NamedTuple):
     value: Callable[[np.ndarray, int, int], np.ndarray] | None = None
     row: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     gate: Callable[[np.ndarray, int], float] | None = None
+    mixed: Callable[[list[float], int, int], list[float]] | None = None
 
 
 def sinusoid(position: int, channels: int, interleaved: bool = True) -> np.ndarray:
@@ -105,9 +107,18 @@ def rope(parameters: Parameters, **options: Any) -> Formula:
     )
 
 
-def alibi(parameters: Parameters, heads: int = 2) -> Formula:
-    slopes = alibi_slopes(heads)
-    return Formula(_unchanged, lambda q, k, i, j, head: _dot(q, k) - slopes[head] * (i - j))
+def _softplus(raw: float) -> float:
+    return math.log1p(math.exp(raw))
+
+
+def _bias(bias: Callable[[int, int, int], float]) -> Formula:
+    """Adds bias(i, j, head) to the scaled product."""
+    return Formula(_unchanged, lambda q, k, i, j, head: _dot(q, k) + bias(i, j, head))
+
+
+def alibi(parameters: Parameters, heads: int = 2, learned: bool = False) -> Formula:
+    slopes = [_softplus(raw) for raw in parameters["raw"]] if learned else alibi_slopes(heads)
+    return _bias(lambda i, j, head: -slopes[head] * (i - j) if head < heads else 0.0)
 
 
 def t5(parameters: Parameters, num_buckets: int = 32, max_distance: int = 128) -> Formula:
@@ -202,6 +213,88 @@ def fox(parameters: Parameters, bias: float = 0.0) -> Formula:
     return Formula(_unchanged, _plain, gate=lambda x, head: math.log(sigmoid(float(x @ weight[:, head]) + b[head])))
 
 
+def kerple_log(parameters: Parameters) -> Formula:
+    scale, rate = parameters["scale"], parameters["rate"]
+    return _bias(lambda i, j, head: -_softplus(scale[head]) * math.log(1 + _softplus(rate[head]) * (i - j)))
+
+
+def kerple_power(parameters: Parameters) -> Formula:
+    scale, power = parameters["scale"], parameters["power"]
+
+    def bias(i, j, head):
+        return -_softplus(scale[head]) * float(i - j) ** (2 / (1 + math.exp(-power[head])))
+
+    return _bias(bias)
+
+
+def fire_share(i: int, j: int, c: float, threshold: float) -> float:
+    """The distance as FIRE scales it."""
+    return math.log(c * (i - j) + 1) / math.log(c * max(i, threshold) + 1)
+
+
+def fire(parameters: Parameters, hidden_layers: int = 1, width: int = 32, threshold: int = 512) -> Formula:
+    c, reach = _softplus(float(parameters["rate"])), threshold * _softplus(float(parameters["reach"]))
+
+    def bias(i, j, head):
+        share = fire_share(i, j, c, reach)
+        hidden = [max(0.0, parameters["inner"][f] * share + parameters["inner_bias"][f]) for f in range(width)]
+        if hidden_layers == 2:
+            middle = [sum(hidden[f] * parameters["middle"][f, g] for f in range(width)) for g in range(width)]
+            hidden = [max(0.0, middle[g] + parameters["middle_bias"][g]) for g in range(width)]
+        return sum(hidden[f] * parameters["outer"][f, head] for f in range(width))
+
+    return _bias(bias)
+
+
+def sandwich_sum(distance: int, dbar: int = 128, first: int = 1) -> float:
+    """Sum of cosines of a distance, dbar / 2 of them."""
+    return sum(math.cos(distance / 10_000.0 ** (2 * k / dbar)) for k in range(first, first + dbar // 2))
+
+
+def sandwich(parameters: Parameters, dbar: int = 128, first: int = 1, heads: int = 2) -> Formula:
+    return _bias(lambda i, j, head: (sandwich_sum(i - j, dbar, first) - dbar / 2) / (8 * (head + 1) / heads))
+
+
+def _below(parameters: Parameters, part: str) -> Parameters:
+    return {path.removeprefix(f"{part}/"): value for path, value in parameters.items() if path.startswith(f"{part}/")}
+
+
+def summed(
+    parameters: Parameters,
+    first: str = "rope",
+    second: str = "alibi",
+    first_options: Mapping[str, Any] | None = None,
+    second_options: Mapping[str, Any] | None = None,
+) -> Formula:
+    """What each adds to the product, and to the input."""
+    one = FORMULAS[first](_below(parameters, "first"), **(first_options or {}))
+    two = FORMULAS[second](_below(parameters, "second"), **(second_options or {}))
+    return Formula(
+        lambda x, p: one.embed(x, p) + two.embed(x, p) - x,
+        lambda q, k, i, j, head: one.logit(q, k, i, j, head) + two.logit(q, k, i, j, head) - _dot(q, k),
+    )
+
+
+def dape(
+    parameters: Parameters, base: str = "alibi", base_options: Mapping[str, Any] | None = None, width: int = 32
+) -> Formula:
+    rule = FORMULAS[base](_below(parameters, "base"), **(base_options or {}))
+
+    def mixed(scores, i, j):
+        heads = range(len(scores))
+        nothing = np.zeros(1)
+        biases = [rule.logit(nothing, nothing, i, j, head) for head in heads]
+        hidden = [
+            sum(scores[h] * parameters["of_scores"][h, f] + biases[h] * parameters["of_biases"][h, f] for h in heads)
+            + parameters["inner_bias"][f]
+            for f in range(width)
+        ]
+        active = [value if value > 0 else 0.01 * value for value in hidden]
+        return [scores[h] + biases[h] + sum(active[f] * parameters["outer"][f, h] for f in range(width)) for h in heads]
+
+    return Formula(_unchanged, _plain, mixed=mixed)
+
+
 FORMULAS = {
     "none": none,
     "sinusoidal": sinusoidal,
@@ -215,6 +308,12 @@ FORMULAS = {
     "shaw": shaw,
     "cope": cope,
     "fox": fox,
+    "kerple_log": kerple_log,
+    "kerple_power": kerple_power,
+    "fire": fire,
+    "sandwich": sandwich,
+    "sum": summed,
+    "dape": dape,
 }
 
 
@@ -230,13 +329,14 @@ def logits(formula: Formula, q, k, query_positions, key_positions, window: int |
     """
     batch, queries, heads, _ = q.shape
     out = np.full((batch, heads, queries, k.shape[1]), -np.inf)
-    for b, h, t, s in np.ndindex(out.shape):
+    for b, t, s in np.ndindex(batch, queries, k.shape[1]):
         i, j = int(query_positions[b, t]), int(key_positions[b, s])
         if visible(i, j, window):
-            out[b, h, t, s] = formula.logit(q[b, t, h], k[b, s, h], i, j, h)
+            scores = [formula.logit(q[b, t, h], k[b, s, h], i, j, h) for h in range(heads)]
             if formula.gate is not None:
                 between = [n for n, position in enumerate(key_positions[b]) if j < position <= i]
-                out[b, h, t, s] += sum(formula.gate(x[b, n], h) for n in between)
+                scores = [score + sum(formula.gate(x[b, n], h) for n in between) for h, score in enumerate(scores)]
+            out[b, :, t, s] = scores if formula.mixed is None else formula.mixed(scores, i, j)
     if formula.row is not None:
         for b, h, t in np.ndindex(batch, heads, queries):
             seen = [s for s in np.argsort(key_positions[b]) if out[b, h, t, s] > -np.inf]

@@ -1,5 +1,6 @@
 """Every encoding against float64 loops over its formula, against printed values, and its interface's promises."""
 
+import fractions
 import functools
 import re
 import zlib
@@ -14,7 +15,8 @@ from flax import nnx
 from pe_ablation import attention, encodings
 from pe_ablation.attention import Mask, attend, centred
 from pe_ablation.encodings import Scores, Tokens, bias
-from pe_ablation.encodings.base import angles, geometric
+from pe_ablation.encodings.base import angles, geometric, softplus_inverse
+from pe_ablation.encodings.kernels import phases
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,7 +26,7 @@ FAR = 20_000
 LAST = 2**31 - 1
 INSTANCES = encodings.instances()
 IDS = [name + "".join(f"-{key}={value}" for key, value in options.items()) for name, options in INSTANCES]
-ANGLES = ("sinusoidal", "rope", "transformer_xl", "p_rope", "xpos")
+ANGLES = ("sinusoidal", "rope", "transformer_xl", "p_rope", "xpos", "sum")
 every_instance = pytest.mark.parametrize("instance", range(len(INSTANCES)), ids=IDS)
 HOOKS = ("query", "key", "state", "logits", "values")
 
@@ -68,7 +70,7 @@ def encoding_of(instance):
 def formula(instance):
     """The oracle of an instance, with its parameters."""
     name, options = INSTANCES[instance]
-    flat = {path[0]: np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(parts(instance)[1])}
+    flat = {"/".join(path): np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(parts(instance)[1])}
     return oracle.FORMULAS[name](flat, **options)
 
 
@@ -290,6 +292,247 @@ def test_t5_every_bucket_gets_a_gradient_at_256():
     assert (np.abs(gradient).min(axis=1) > 1e-6).all()
 
 
+def biases(encoding, distances, heads):
+    """float32 [heads, distances]: what is added at these distances from the query."""
+    query, keys = max(distances), [[max(distances) - each for each in distances]]
+    zero = np.zeros((1, len(distances), heads, 2), np.float32)
+    q, k = Tokens(zero[:, :1], jnp.asarray([[query]])), Tokens(zero, jnp.asarray(keys))
+    return encoding.logits(jnp.zeros((1, heads, 1, len(distances))), q, k)[0, :, 0]
+
+
+def holding(encoding, **values):
+    """The encoding with these parameters, each filled with one value or given whole."""
+    for name, value in values.items():
+        parameter = getattr(encoding, name)
+        parameter[...] = jnp.broadcast_to(jnp.asarray(value, jnp.float32), parameter.shape)
+    return encoding
+
+
+FEW = [0, 1, 2, 8, 64, 512]
+
+
+@pytest.mark.parametrize(
+    "scale, rate, distances, expected",
+    [
+        (1.0, 1.0, FEW, [0, -0.693147, -1.098612, -2.197225, -4.174387, -6.240276]),
+        (0.5, 0.1, FEW, [0, -0.047655, -0.091161, -0.293893, -1.000740, -1.977541]),
+        (1.0, 1.0, [0, 1, 3, 127], [0, -0.693147, -1.386294, -4.852030]),
+    ],
+)
+def test_kerple_log_at_printed_values(scale, rate, distances, expected):
+    found = holding(build("kerple_log"), scale=softplus_inverse(scale), rate=softplus_inverse(rate))
+    np.testing.assert_allclose(biases(found, distances, H), [expected] * H, atol=1.1e-6)
+
+
+def test_kerple_power_at_printed_values():
+    found = holding(build("kerple_power"), scale=softplus_inverse(0.5), power=np.log(0.5 / 1.5))
+    expected = [0, -0.5, -0.707107, -1.414214, -4, -11.313708]
+    np.testing.assert_allclose(biases(found, FEW, H), [expected] * H, rtol=5e-7, atol=5e-7)
+
+
+def test_kerple_power_of_one_is_alibi():
+    alibi = build("alibi", sizes=(6, D, 6 * D, L))
+    found = holding(build("kerple_power", sizes=(6, D, 6 * D, L)), scale=softplus_inverse(alibi.slopes), power=0.0)
+    distances = [0, 1, 2, 5, 100, 4097, FAR]
+    np.testing.assert_allclose(biases(found, distances, 6), biases(alibi, distances, 6), rtol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+def test_kerple_without_its_scale_is_none(name):
+    np.testing.assert_allclose(biases(holding(build(name), scale=-40.0), [0, 1, 100, FAR], H), 0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+@pytest.mark.parametrize("raw", [-20.0, -5.0, 5.0, 20.0])
+def test_kerple_stays_a_kernel_wherever_its_parameters_go(name, raw):
+    """Never increasing with the distance, finite, and no parameter without a gradient, however far it has gone."""
+    encoding = build(name)
+    graph, parameters = nnx.split(holding(encoding, **dict.fromkeys(shapes_of(INSTANCES.index((name, {}))), raw)))
+    distances = [0, 1, 2, 3, 100, 16384, FAR]
+    found = biases(encoding, distances, H)
+    assert finite(found) and (np.diff(found, axis=1) <= 0).all() and float(found[:, -1].max()) < 0
+    gradient = jax.grad(lambda parameters: biases(nnx.merge(graph, parameters), distances, H).sum())(parameters)
+    assert finite(gradient)
+    if raw < 20:
+        assert all((np.asarray(leaf) != 0).all() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("name, highs", [("kerple_log", (2.0, 1.0)), ("kerple_power", (1.0, 2.0))])
+def test_kerple_starts_uniform(name, highs):
+    encoding = build(name, sizes=(4000, 2, 8000, L))
+    scale = np.asarray(jax.nn.softplus(encoding.scale[...]))
+    second = jax.nn.softplus(encoding.rate[...]) if name == "kerple_log" else 2 * jax.nn.sigmoid(encoding.power[...])
+    for values, high in zip((scale, np.asarray(second)), highs, strict=True):
+        assert 0.01 - 1e-6 <= values.min() <= 0.02 and 0.99 * high < values.max() <= high
+        assert values.mean() == pytest.approx(high / 2, rel=0.05) and np.std(values) == pytest.approx(
+            high / 12**0.5, rel=0.05
+        )
+
+
+def test_learned_alibi_starts_as_alibi():
+    for heads in (2, 6, 12):
+        sizes = (heads, 2, 2 * heads, L)
+        plain, learned = build("alibi", sizes=sizes), build("alibi", sizes=sizes, learned=True)
+        np.testing.assert_allclose(biases(learned, FEW, heads), biases(plain, FEW, heads), rtol=1e-6)
+
+
+def test_alibi_on_some_heads_leaves_the_others_alone():
+    sizes = (5, 2, 10, L)
+    some, two = biases(build("alibi", sizes=sizes, heads=2), FEW, 5), biases(build("alibi", sizes=(2, 2, 4, L)), FEW, 2)
+    np.testing.assert_array_equal(some[:2], two)
+    np.testing.assert_array_equal(some[2:], 0.0)
+
+
+SHARES = {(1, 0): 0.024098, (10, 5): 0.102517, (511, 0): 0.999515, (511, 510): 0.024098, (1023, 0): 1.0}
+SHARES |= {(1023, 1022): 0.020551, (1023, 511): 0.852823, (0, 0): 0.0}
+
+
+def test_fire_scales_distances_as_printed():
+    encoding = build("fire")
+    pairs = jnp.asarray(list(SHARES))
+    tokens = [Tokens(jnp.zeros((len(SHARES), 1, H, D)), pairs[:, side, None]) for side in (0, 1)]
+    np.testing.assert_allclose(encoding.share(*tokens)[:, 0, 0], list(SHARES.values()), atol=8e-7)
+    for (i, j), share in SHARES.items():
+        assert oracle.fire_share(i, j, 0.1, 512) == pytest.approx(share, abs=5.1e-7)
+
+
+SUMS = {0: [64, 62.0937, 57.3819, 45.7205, 30.5201, 14.0432], 1: [64, 62.5534, 58.7980, 46.8660, 31.1282, 16.0387]}
+
+
+@pytest.mark.parametrize("first", SUMS)
+def test_sandwich_sums_are_the_printed_ones(first):
+    found = biases(build("sandwich", sizes=(8, 2, 16, L), first=first), FEW, 8)
+    np.testing.assert_allclose(found[0] + 64, SUMS[first], atol=6e-5)
+    np.testing.assert_allclose(found, found[0] / np.arange(1, 9)[:, None], rtol=1e-5, atol=1e-5)
+
+
+def test_sandwich_in_nemos_form():
+    found = biases(build("sandwich", sizes=(8, 2, 16, L)), FEW, 8)[0]
+    expected = [0, -1.44662, -5.20199, -17.13399, -32.87182, -47.96132]
+    np.testing.assert_allclose(found, expected, rtol=5e-6, atol=1e-5)  # a sum of 64 ones and less, in float32
+
+
+@pytest.mark.parametrize("distance", [1, 512, FAR])
+def test_sandwich_is_as_exact_far_as_near(distance):
+    encoding = build("sandwich", sizes=(1, 2, 2, L))
+    expected = 1 / 8 * (oracle.sandwich_sum(distance) - 64)
+    zero = jnp.zeros((1, 1, 1, 2))
+    for i in (distance, FAR + distance, 2**28 + distance, LAST):
+        tokens = (Tokens(zero, jnp.asarray([[at]])) for at in (i, i - distance))
+        assert float(encoding.logits(jnp.zeros((1, 1, 1, 1)), *tokens)[0, 0, 0, 0]) == pytest.approx(expected, abs=3e-6)
+
+
+def test_phases_are_those_of_exact_products():
+    positions, frequencies = [0, 1, 257, FAR, 2**30, LAST, -3], geometric(64, 1e4)
+    cos, sin = phases(jnp.asarray(positions), frequencies)
+    turns = [[fractions.Fraction(p) * fractions.Fraction(f / (2 * np.pi)) % 1 for f in frequencies] for p in positions]
+    angle = 2 * np.pi * np.asarray(turns, np.float64)
+    np.testing.assert_allclose(cos, np.cos(angle), atol=6e-7)
+    np.testing.assert_allclose(sin, np.sin(angle), atol=6e-7)
+
+
+# Encodings made of others
+
+
+@pytest.mark.parametrize("name", ["alibi", "rope", "transformer_xl", "kerple_log"])
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_sum_with_none_is_the_other(name, which):
+    """`second` is built from the same keys as alone, since `none` draws nothing."""
+    x, y, _ = vectors(22)
+    alone, both = build(name), build("sum", **{"first": "none", "second": "none", which: name})
+    assert (both.scores, both.shift_invariant, both.max_position) == (alone.scores, True, None)
+    assert both.per_layer == tuple(f"{which}/{each}" for each in alone.per_layer)
+    for hook, vec in (("query", x), ("key", y)):
+        np.testing.assert_array_equal(getattr(both, hook)(vec, ORDERED), getattr(alone, hook)(vec, ORDERED))
+    a = jnp.ones((B, H, T, T))
+    q, k = Tokens(x, ORDERED), Tokens(y, ORDERED)
+    np.testing.assert_array_equal(both.logits(a, q, k), alone.logits(a, q, k))
+
+
+def test_a_sum_is_the_stronger_and_the_more_limited_of_two():
+    mixed = build("sum", first="learned", second="dape")
+    assert (mixed.scores, mixed.shift_invariant, mixed.max_position) == (Scores.CONTENT, False, L)
+    assert mixed.overrides("embed") and not mixed.overrides("query")
+    both = build("sum", first="learned", second="learned", first_options={"rows": 99}, second_options={"rows": 30})
+    assert both.max_position == 30 and both.scores is Scores.NONE
+    inner = build("sum", first="sum", second="alibi", first_options={"first": "t5", "second": "transformer_xl"})
+    assert inner.per_layer == ("first/second/projection",)
+    x, position = jnp.zeros((1, 1, M)), jnp.asarray([[3]])
+    rows = both.first.table[...][3] + both.second.table[...][3]
+    np.testing.assert_allclose(both.embed(x, position)[0, 0], rows, rtol=1e-6)
+
+
+def test_a_sum_gives_each_its_own_state_and_adds_values(monkeypatch):
+    """Two forget gates with different weights, the state of the second past that of the first; then a value term."""
+    both = build("sum", first="fox", second="fox")
+    holding(both.second, gate=-0.5 * both.first.gate[...])
+    q, k, _ = vectors(23)
+    x = q.reshape(B, T, M)
+    state, carry = both.state(x, ORDERED, jnp.ones((B, H, 2)))
+    for which, part in enumerate((both.first, both.second)):
+        own, last = part.state(x, ORDERED, jnp.ones((B, H, 1)))
+        np.testing.assert_array_equal(state[..., which : which + 1], own)
+        np.testing.assert_array_equal(carry[..., which : which + 1], last)
+    a = jnp.zeros((B, H, T, T))
+    tokens = [Tokens(vec, ORDERED, state) for vec in (q, k)]
+    expected = sum(
+        part.logits(a, *(each._replace(state=state[..., which : which + 1]) for each in tokens))
+        for which, part in enumerate((both.first, both.second))
+    )
+    np.testing.assert_allclose(both.logits(a, *tokens), expected, rtol=1e-5, atol=1e-6)
+    mixed = build("sum", first="shaw", second="fox")
+    assert both.values(a, *tokens) is None
+    np.testing.assert_array_equal(mixed.values(a + 1, *tokens), mixed.first.values(a + 1, *tokens))
+    twice = build("sum", first="shaw", second="shaw")
+    np.testing.assert_allclose(twice.values(a + 1, *tokens), 2 * mixed.values(a + 1, *tokens), rtol=1e-6)
+    assert mixed.state(x, ORDERED, None)[0].shape == (B, T, H, 1) and twice.state(x, ORDERED, None) is None
+
+
+@pytest.mark.parametrize("base", ["alibi", "kerple_log", "fire"])
+def test_dape_with_a_silent_mlp_is_its_base(base):
+    q, k, _ = vectors(24)
+    encoding = holding(build("dape", base=base), outer=0.0)
+    a = jnp.asarray(np.random.default_rng(25).standard_normal((B, H, T, T)), jnp.float32)
+    found = encoding.logits(a, Tokens(q, ORDERED), Tokens(k, ORDERED))
+    np.testing.assert_allclose(found, encoding.base.logits(a, Tokens(q, ORDERED), Tokens(k, ORDERED)), rtol=1e-6)
+    assert encoding.shift_invariant == (base != "fire")
+
+
+def test_dape_leaves_keys_masked_beforehand_masked():
+    q, k, _ = vectors(26)
+    a = jnp.zeros((B, H, T, T)).at[:, :, 2:, 1].set(-jnp.inf)
+
+    def total(a):
+        out = build("dape").logits(a, Tokens(q, ORDERED), Tokens(k, ORDERED))
+        return jnp.sum(jnp.where(jnp.isneginf(a), 0.0, out)), out
+
+    gradient, out = jax.grad(total, has_aux=True)(a)
+    np.testing.assert_array_equal(jnp.isneginf(out), jnp.isneginf(a))
+    assert finite(gradient) and not bool(jnp.isnan(out).any())
+
+
+LEARNED = [("alibi", {"learned": True}), ("kerple_log", {}), ("kerple_power", {}), ("fire", {})]
+LEARNED += [("fire", {"hidden_layers": 2}), ("dape", {}), ("dape", {"base": "kerple_log"})]
+
+
+@pytest.mark.parametrize("name, options", LEARNED, ids=str)
+def test_every_parameter_gets_a_gradient_at_256(name, options):
+    graph, parameters = nnx.split(build(name, **options))
+    position = jnp.arange(256)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((1, 256, H, D)), jnp.float32)
+
+    def loss(parameters):
+        encoding = nnx.merge(graph, parameters)
+        return jnp.sum(jnp.sin(attend(encoding, Tokens(x, position), Tokens(x, position), x)))
+
+    for path, gradient in nnx.to_flat_state(jax.jit(jax.grad(loss))(parameters)):
+        gradient = np.abs(np.asarray(gradient[...]))
+        if name != "fire" or (options == {} and path != ("inner_bias",)):
+            assert gradient.min() > 1e-7, path
+        else:  # the bias of a ReLU that is on everywhere moves whole rows; some of the second layer are off everywhere
+            assert (gradient > 1e-7).mean() > 0.2, path
+
+
 def test_sinusoid_at_position_three_of_eight_channels():
     sin, cos = [0.14112, 0.29552, 0.029996, 0.003000], [-0.989992, 0.955336, 0.999550, 0.999996]
     zero, position = jnp.zeros((1, 1, 8)), jnp.asarray([[3]])
@@ -348,7 +591,7 @@ def test_rope_variants_are_one_function_up_to_a_permutation():
 
 
 def shapes_of(instance):
-    return {path[0]: leaf.shape for path, leaf in nnx.to_flat_state(parts(instance)[1])}
+    return {"/".join(path): leaf.shape for path, leaf in nnx.to_flat_state(parts(instance)[1])}
 
 
 COUNTS = {
@@ -356,7 +599,7 @@ COUNTS = {
     "sinusoidal": lambda options: 0,
     "learned": lambda options: options.get("rows", L) * M,
     "rope": lambda options: 0,
-    "alibi": lambda options: 0,
+    "alibi": lambda options: options.get("heads", H) if "learned" in options else 0,
     "t5": lambda options: options.get("num_buckets", 32) * H,
     "transformer_xl": lambda options: 2 * H * D + M * H * D,
     "p_rope": lambda options: 0,
@@ -364,7 +607,24 @@ COUNTS = {
     "shaw": lambda options: 4 * D if options else 2 * 17 * D,
     "cope": lambda options: options.get("count", L + 1) * D,
     "fox": lambda options: M * H + H,
+    "kerple_log": lambda options: 2 * H,
+    "kerple_power": lambda options: 2 * H,
+    "fire": lambda options: 2 + 5 + 5 + 25 + 5 + 5 * H if options else 2 + 32 + 32 + 32 * H,
+    "sandwich": lambda options: 0,
+    "sum": lambda options: sum(
+        COUNTS[options.get(part, plain)](options.get(f"{part}_options", {}))
+        for part, plain in (("first", "rope"), ("second", "alibi"))
+    ),
+    "dape": lambda options: (3 * 2 * H + 3 + 3 * H) + 2 * H if options else 32 * 2 * H + 32 + 32 * H,
 }
+
+
+def stated(name, options):
+    """What the card says, in numbers."""
+    text = re.sub(r"\(shared\)|per layer", "", encodings.find(name).about.parameters)
+    parts = {option: stated(*each) for option, each in encodings.nested(name, options).items()}
+    sizes = {"H": H, "D": D, "M": M, "L": L}
+    return eval(text, {"__builtins__": {}}, sizes | encodings.option_defaults(name) | options | parts)
 
 
 @every_instance
@@ -372,21 +632,26 @@ def test_parameters_are_as_many_as_stated(instance):
     name, options = INSTANCES[instance]
     count = sum(np.prod(shape) for shape in shapes_of(instance).values())
     assert count == COUNTS[name](options)
-    stated = re.sub(r"\(shared\)|per layer", "", encodings.find(name).about.parameters)
-    defaults = encodings.option_defaults(name)
-    assert count == eval(stated, {"__builtins__": {}}, {"H": H, "D": D, "M": M, "L": L} | defaults | options)
+    assert count == stated(name, options)
 
 
 def test_every_registered_encoding_is_covered_and_has_a_card():
     assert encodings.names() == (
         "none", "sinusoidal", "learned", "rope", "alibi", "t5", "transformer_xl", "p_rope", "xpos", "shaw", "cope",
-        "fox",
+        "fox", "kerple_log", "kerple_power", "fire", "sandwich", "sum", "dape",
     )  # fmt: skip
     assert {name for name, _ in INSTANCES} == set(encodings.names())
     for name in encodings.names():
         cls = encodings.find(name)
         assert "about" in vars(cls) and all(cls.about)
-        assert set(cls.per_layer) <= set().union(*(shapes_of(i) for i, (n, _) in enumerate(INSTANCES) if n == name))
+
+
+@every_instance
+def test_what_is_one_per_layer_is_there(instance):
+    encoding, paths = encoding_of(instance), shapes_of(instance)
+    for name in encoding.per_layer:
+        below = [path for path in paths if f"{path}/".startswith(f"{name}/")]
+        assert below or isinstance(getattr(encoding, name), encodings.Encoding)
 
 
 @every_instance
@@ -470,15 +735,17 @@ def test_one_query_equals_the_last_row(instance):
 
 @every_instance
 def test_shift_invariance_is_as_claimed(instance):
-    """Shifted positions change no seen logit where that is claimed; where it is not, a shift by 8 shows."""
+    """Shifted positions change no seen logit where that is claimed; where it is not, a shift shows."""
     x, y, _ = vectors(14)
     _, parameters = parts(instance)
     run = scored(instance)
     seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, H, T, T))
     position = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     base = np.asarray(run(parameters, x, y, position, position))[seen]
-    if not encoding_of(instance).shift_invariant:
-        shifted = np.asarray(run(parameters, x, y, position + 8, position + 8))[seen]
+    encoding = encoding_of(instance)
+    if not encoding.shift_invariant:
+        offset = 8 if encoding.max_position else FAR
+        shifted = np.asarray(run(parameters, x, y, position + offset, position + offset))[seen]
         assert np.abs(shifted - base).max() > 1e-2
         return
     for offset in (1, 8, 300, 4097, FAR):
@@ -579,7 +846,8 @@ def test_scores_is_what_logits_does(instance):
         assert encoding.scores is Scores.CONTENT
         state = None if sides[0].state is None else sides[0].state + 1.0
         changed = encoding.logits(a, Tokens(other_q, ORDERED, state), sides[1])
-        assert float(jnp.abs(out - changed).max()) > 1e-3
+        of_other_scores = encoding.logits(b, *sides) - b
+        assert float(jnp.abs(out - changed).max() + jnp.abs(out - a - of_other_scores).max()) > 1e-3
 
 
 def test_angles_are_float32_of_exact_positions():
@@ -618,7 +886,25 @@ REFUSED = [
     ("xpos", (H, D, M, L), {"scale_base": 0.0}, ["encoding.options.scale_base", "0.0"]),
     ("shaw", (H, D, M, L), {"clip": 0}, ["encoding.options.clip", "0"]),
     ("cope", (H, D, M, L), {"count": 1}, ["encoding.options.count", "1"]),
-    ("alibi", (H, D, M, L), {"slopes": 3}, ["encoding.options.slopes", "alibi", "none"]),
+    ("none", (H, D, M, L), {"slopes": 3}, ["encoding.options.slopes", "none has no such option", "allowed: none"]),
+    ("alibi", (H, D, M, L), {"slopes": 3}, ["encoding.options.slopes", "alibi", "learned, heads"]),
+    ("alibi", (H, D, M, L), {"heads": 0}, ["encoding.options.heads", "0 of 2"]),
+    ("alibi", (H, D, M, L), {"heads": 3}, ["encoding.options.heads", "3 of 2"]),
+    ("fire", (H, D, M, L), {"hidden_layers": 3}, ["encoding.options.hidden_layers", "3", "1, 2"]),
+    ("fire", (H, D, M, L), {"width": 0}, ["encoding.options.width", "0"]),
+    ("fire", (H, D, M, L), {"threshold": 0}, ["encoding.options.threshold", "0"]),
+    ("sandwich", (H, D, M, L), {"dbar": 7}, ["encoding.options.dbar", "7"]),
+    ("sandwich", (H, D, M, L), {"first": 2}, ["encoding.options.first", "2", "0, 1"]),
+    ("sum", (H, D, M, L), {"second": "transformer_xl"}, ["encoding.options.second", "rope", "transformer_xl"]),
+    ("sum", (H, D, M, L), {"first": "ropes"}, ["encoding.options.first:", "ropes", "rope, alibi"]),
+    ("sum", (H, D, M, L), {"first_options": {"bas": 2.0}}, ["encoding.options.first_options.bas", "base, fraction"]),
+    ("sum", (H, D, M, L), {"first_options": {"fraction": 0.3}}, ["encoding.options.first_options.fraction", "0.3"]),
+    ("dape", (H, D, M, L), {"base": "none"}, ["encoding.options.base", "none", "alibi, t5"]),
+    ("dape", (H, D, M, L), {"base": "rope"}, ["encoding.options.base", "rope"]),
+    ("dape", (H, D, M, L), {"base": "dape"}, ["encoding.options.base", "dape"]),
+    ("dape", (H, D, M, L), {"base": "sum"}, ["encoding.options.base", "sum"]),
+    ("dape", (H, D, M, L), {"base": "t5", "base_options": {"num_buckets": 7}}, ["options.base_options.num_buckets"]),
+    ("dape", (H, D, M, L), {"width": 0}, ["encoding.options.width", "0"]),
     ("rope", (H, D, M, L), {"bas": 3.0}, ["encoding.options.bas", "base, fraction, interleaved"]),
     ("ropes", (H, D, M, L), {}, ["ropes", "rope, alibi, t5, transformer_xl"]),
     ("nowhere.py:Mine", (H, D, M, L), {}, ["nowhere.py"]),

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from written_runs import BOS, EOS, RAGGED, VOCABULARY, experiment, parameters, text, written
 
-from pe_ablation import data, encodings, evaluate, record, train
+from pe_ablation import data, encodings, evaluate, memory, record, train
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError
 from pe_ablation.data import tokenizers

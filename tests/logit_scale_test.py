@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sample_encodings import draw
 from tiny_models import by_path, forward, ids, perturbed, tiny
 
 from pe_ablation import attention, encodings
@@ -20,6 +19,10 @@ from pe_ablation.model import LOGIT_SCALES, GPTConfig
 pytestmark = pytest.mark.usefixtures("quick_compilation", "rolled_layers")
 
 H, D, M, T = 2, 4, 8, 9
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 @pytest.fixture(autouse=True)

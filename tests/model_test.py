@@ -100,6 +100,42 @@ def test_counts_follow_the_sharing(sharing, tables):
     assert count_parameters(tiny(encoding="transformer_xl", sharing=sharing)) == base + shared + layers * 8 * 8
 
 
+SUM = {"first": "alibi", "second": "transformer_xl"}
+
+
+@pytest.mark.parametrize("sharing, layers", [("all", 1), ("paper", 2), ("none", 2)])
+def test_what_is_one_per_layer_stays_so_inside_another(sharing, layers):
+    base = count_parameters(TINY)
+    shared = 2 * 8 * (2 if sharing == "none" else 1)
+    added = count_parameters(tiny(encoding="sum", encoding_options=SUM, sharing=sharing)) - base
+    assert added == shared + layers * 8 * 8
+    dape = tiny(encoding="dape", encoding_options={"base": "kerple_log", "width": 5}, sharing=sharing)
+    assert count_parameters(dape) - base == layers * (3 * 2 * 5 + 5 + 2 * 2)
+
+
+def test_a_sum_with_none_is_the_other_in_every_layer():
+    alone, both = tiny(encoding="transformer_xl"), tiny(encoding="sum", encoding_options=SUM | {"first": "none"})
+    graph, parameters = perturbed(alone)
+    other, abstract = abstract_parts(repr(both))
+    values = by_path(parameters)
+    wanted = [path.replace("/second/", "/") for path in by_path_of(abstract)]
+    filled = jax.tree.unflatten(jax.tree.structure(abstract), [jnp.asarray(values[path]) for path in wanted])
+    tokens = ids(alone, 2, 7)
+    np.testing.assert_array_equal(forward(other)(filled, tokens), forward(graph)(parameters, tokens))
+
+
+def by_path_of(abstract):
+    return ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(abstract)]
+
+
+def test_configs_with_nested_options_hash_and_tell_apart():
+    made = [tiny(encoding="sum", encoding_options={"first_options": {"base": base}}) for base in (50.0, 50.0, 60.0)]
+    assert made[0] == made[1] != made[2] and hash(made[0]) == hash(made[1])
+    assert made[0].slots[0] == made[1].slots[0] != made[2].slots[0]
+    two = tuple(({"name": "sum", "options": {"first_options": {"base": base}}}, None) for base in (50.0, 60.0))
+    assert len(tiny(pattern=two).distinct) == 2 and len(tiny(pattern=(two[0], two[0])).distinct) == 1
+
+
 # Initial values
 
 
@@ -412,6 +448,9 @@ REFUSED = [
     ({"encoding": "sinusoidal", "model_dim": 7, "num_heads": 1}, ["model_dim", "7"]),
     ({"encoding": "learned", "encoding_options": {"rows": 8}}, ["encoding.options.rows", "8", "16"]),
     ({"encoding": "learned", "sharing": "none"}, ["sharing", "learned"]),
+    ({"encoding": "sum", "encoding_options": {"first": "learned"}, "sharing": "none"}, ["sharing", "sum"]),
+    ({"pattern": (({"name": "sum", "options": {"first": "learned"}}, None), ("none", None))}, ["pattern", "sum"]),
+    ({"encoding": "dape", "encoding_options": {"base": "rope"}}, ["encoding.options.base", "rope"]),
 ]
 
 

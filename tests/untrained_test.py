@@ -78,7 +78,7 @@ def test_an_entry_that_the_cell_does_not_read_changes_nothing(t5):
         assert scorer._reads(entries, "targets", 12, "none")
 
 
-@pytest.mark.parametrize("name", ["learned", "transformer_xl"])
+@pytest.mark.parametrize("name", ["learned", "transformer_xl", "fire", "dape"])
 def test_tables_and_vectors_of_other_encodings_train_whole(tmp_path, name):
     assert entries(trained(tmp_path, name)) == {}
 

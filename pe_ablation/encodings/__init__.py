@@ -14,8 +14,10 @@ from flax import nnx
 from pe_ablation.encodings.absolute import Learned, Sinusoidal
 from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, distance
 from pe_ablation.encodings.bias import T5, ALiBi
+from pe_ablation.encodings.combined import Dape, Sum
 from pe_ablation.encodings.content import Shaw, TransformerXL
 from pe_ablation.encodings.gates import CoPE, FoX
+from pe_ablation.encodings.kernels import Fire, KerpleLog, KerplePower, Sandwich
 from pe_ablation.encodings.rotary import PRoPE, RoPE, XPos
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "instances",
     "make",
     "names",
+    "nested",
     "option_defaults",
     "option_types",
     "resolved_options",
@@ -49,6 +52,12 @@ REGISTRY: dict[str, type[Encoding]] = {
     "shaw": Shaw,
     "cope": CoPE,
     "fox": FoX,
+    "kerple_log": KerpleLog,
+    "kerple_power": KerplePower,
+    "fire": Fire,
+    "sandwich": Sandwich,
+    "sum": Sum,
+    "dape": Dape,
 }
 
 
@@ -65,7 +74,14 @@ def instances() -> tuple[tuple[str, dict[str, Any]], ...]:
         ("learned", {"rows": 4096}),
         ("rope", {"base": 500.0, "fraction": 0.5}),
         ("rope", {"interleaved": True}),
+        ("alibi", {"learned": True}),
+        ("alibi", {"learned": True, "heads": 1}),
         ("t5", {"num_buckets": 8, "max_distance": 12}),
+        ("fire", {"hidden_layers": 2, "width": 5, "threshold": 4}),
+        ("sandwich", {"dbar": 16, "first": 0}),
+        ("sum", {"first": "sinusoidal", "second": "t5", "second_options": {"num_buckets": 8, "max_distance": 12}}),
+        ("sum", {"first": "alibi", "second": "transformer_xl"}),
+        ("dape", {"base": "kerple_log", "width": 3}),
         ("transformer_xl", {"clamp": 5}),
         ("p_rope", {"p": 0.5, "reversed": True, "interleaved": True}),
         ("xpos", {"scale_base": 1024.0, "interleaved": True}),
@@ -99,12 +115,21 @@ def _module(file: str) -> Any:
     return module
 
 
-def source_digest(name: str) -> str:
-    """Empty for a registered encoding; for `FILE.py:CLASS` the sha256 of the file."""
-    if name in REGISTRY:
-        return ""
+def source_digest(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """Empty for a registered encoding; for `FILE.py:CLASS` the sha256 of the file.
+
+    Of encodings that the options name: the sha256 of all their digests, if any is not empty.
+    """
     find(name)
-    return hashlib.sha256(pathlib.Path(name.rpartition(":")[0]).read_bytes()).hexdigest()
+    own = "" if name in REGISTRY else hashlib.sha256(pathlib.Path(name.rpartition(":")[0]).read_bytes()).hexdigest()
+    parts = [source_digest(*each) for each in nested(name, options or {}).values()]
+    return hashlib.sha256(" ".join([own, *parts]).encode()).hexdigest() if any(parts) else own
+
+
+def nested(name: str, options: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Of an encoding made of others: option -> (the name it gives, the options of that one)."""
+    asked = {**option_defaults(name), **options}
+    return {option: (asked[option], asked.get(f"{option}_options") or {}) for option in find(name).nested}
 
 
 def option_types(name: str) -> dict[str, Any]:
@@ -120,9 +145,14 @@ def option_defaults(name: str) -> dict[str, Any]:
 
 
 def resolved_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from the class's defaults."""
+    """The options that differ from the class's defaults, those of encodings that they name as well."""
     defaults = option_defaults(name)
-    return {option: value for option, value in options.items() if value != defaults.get(option)}
+    changed = {option: value for option, value in options.items() if value != defaults.get(option)}
+    for option, each in nested(name, options).items():
+        changed[f"{option}_options"] = resolved_options(*each)
+        if not changed[f"{option}_options"]:
+            del changed[f"{option}_options"]
+    return changed
 
 
 def _options(cls: type[Encoding]) -> dict[str, inspect.Parameter]:

@@ -21,7 +21,7 @@ class Scores(enum.Enum):
 
     NONE = "leaves the logits alone"
     BIAS = "adds a function of the two positions"
-    CONTENT = "reads the projected vectors or the state"
+    CONTENT = "reads the scores, the projected vectors or the state"
     ROW = "orders all keys of a query"
 
 
@@ -60,6 +60,8 @@ class Encoding(nnx.Module):
 
     Subclasses override what they need. Options are the keyword-only parameters of `__init__`, annotated, with defaults.
     With `recentred`, attention takes one number per tile from the positions that `query` and `key` are shown.
+    `per_layer` names the parameters that are one per layer in the paper, as paths with slashes: a name stands for all
+    below it. `nested` names the options that are encodings themselves, each with its own options in NAME_options.
     Source: Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466.
     """
 
@@ -72,11 +74,16 @@ class Encoding(nnx.Module):
     scores: Scores = Scores.NONE
     shift_invariant: bool = True
     max_position: int | None = None
-    per_layer: ClassVar[tuple[str, ...]] = ()
-    recentred: ClassVar[bool] = False
+    per_layer: tuple[str, ...] = ()
+    recentred: bool = False
+    nested: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         del sizes, rngs
+
+    def overrides(self, hook: str) -> bool:
+        """Whether a hook (`embed`, `query`, ...) is another than the identity."""
+        return getattr(type(self), hook) is not getattr(Encoding, hook)
 
     def embed(self, x: jax.Array, pos: jax.Array) -> jax.Array:
         """x [B,T,M], pos [B or 1,T] -> [B,T,M]; once, at the input. Empty slots get nothing added."""
@@ -120,6 +127,12 @@ def distance(q: Tokens, k: Tokens) -> jax.Array:
 def normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
     """A float32 parameter drawn from N(0, 0.02)."""
     return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def softplus_inverse(value: jax.Array | np.ndarray | float) -> jax.Array:
+    """float32: what softplus takes to `value` > 0, the raw value of a parameter that stays positive."""
+    value = jnp.asarray(value, jnp.float32)
+    return value + jnp.log(-jnp.expm1(-value))
 
 
 def angles(pos: jax.Array, frequencies: np.ndarray) -> jax.Array:

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, distance, lookup, normal
+from pe_ablation.encodings.base import (
+    About,
+    Encoding,
+    Scores,
+    Sizes,
+    Tokens,
+    distance,
+    lookup,
+    normal,
+    softplus_inverse,
+)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -26,23 +36,31 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 class ALiBi(Encoding):
     """l_ij - m_h (i - j), fixed slopes m_h, the same in every layer; not divided by sqrt(D).
 
+    With `heads` = n the first n heads have the slopes of n heads, the others no bias (NoPE). `learned` slopes are
+    softplus of a parameter per head that starts at the fixed slope; the paper keeps them fixed.
     Source: Press et al. 2022, arXiv:2108.12409.
     """
 
     about: ClassVar[About] = About(
         formula="l_ij = q_i . k_j / sqrt(D) - m_h (i - j)",
         source="Press et al. 2022, arXiv:2108.12409",
-        parameters="0",
+        parameters="learned * (heads or H)",
         beyond="defined everywhere; stays flat, since far keys fade out: a soft window",
     )
     scores = Scores.BIAS
 
-    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs, *, learned: bool = False, heads: int | None = None):
         del rngs
-        self.slopes = tuple(alibi_slopes(sizes.num_heads).tolist())
+        biased = sizes.num_heads if heads is None else heads
+        if not 1 <= biased <= sizes.num_heads:
+            raise ValueError(f"encoding.options.heads: {heads} of {sizes.num_heads} heads; at least 1, at most all")
+        self.slopes = tuple(alibi_slopes(biased).tolist())
+        self.plain_heads = sizes.num_heads - biased
+        self.raw = nnx.Param(softplus_inverse(alibi_slopes(biased))) if learned else None
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
-        slopes = jnp.asarray(self.slopes, jnp.float32)[:, None, None]
+        slopes = jnp.asarray(self.slopes, jnp.float32) if self.raw is None else jax.nn.softplus(self.raw[...])
+        slopes = jnp.pad(slopes, (0, self.plain_heads))[:, None, None]
         return a - slopes * distance(q, k)[:, None].astype(jnp.float32)
 
 

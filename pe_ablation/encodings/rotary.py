@@ -132,7 +132,7 @@ class XPos(Rotary):
         parameters="0",
         beyond="defined everywhere; phases unseen in training as with RoPE, but far keys fade, fast pairs first",
     )
-    recentred: ClassVar[bool] = True
+    recentred: bool = True
 
     def __init__(
         self,
