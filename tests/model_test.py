@@ -305,7 +305,8 @@ def test_a_logit_depends_on_no_later_token(name):
             gradient = np.asarray(run(parameters, tokens, FIVE, weights, window)[0]["embedding"][...])
             first = max(0, t - 2 * (window - 1))  # two layers of a window of 2 reach two tokens back
             np.testing.assert_array_equal(gradient[t + 1 : 12], 0.0)
-            np.testing.assert_array_equal(gradient[:first], 0.0)
+            # differences of sums over the whole text cancel, but for rounding
+            np.testing.assert_allclose(gradient[:first], 0.0, atol=1e-8 if name == "fox" else 0.0)
             assert (np.abs(gradient[first : t + 1]).max(axis=1) > 1e-5).all()
 
 

@@ -92,10 +92,8 @@ class FoX(Encoding):
 
     def state(self, x: jax.Array, pos: jax.Array, last: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Cumulative log f [B,T,H,2]: a multiple of STEP, and the rest."""
-        product = jnp.matmul(
-            x.astype(jnp.float32), self.gate[...], precision="highest"
-        )  # of float32 on GPU and TPU too
-        kept = jax.nn.log_sigmoid(product + self.bias[...])
+        x = x.astype(jnp.float32)
+        kept = jax.nn.log_sigmoid(jnp.matmul(x, self.gate[...], precision="highest") + self.bias[...])
         kept = jnp.where((pos >= 0)[..., None], kept, 0.0)
         total = jax.lax.associative_scan(_added, jnp.stack([jnp.zeros_like(kept), kept], axis=-1), axis=1)
         total = total if last is None else _added(last[:, None], total)
