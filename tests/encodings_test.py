@@ -601,5 +601,11 @@ def test_an_encoding_of_ones_own_is_named_by_its_file(tmp_path):
 
 
 def test_option_types_are_those_of_the_class():
-    assert encodings.option_types("rope") == {"base": float, "fraction": float, "interleaved": bool}
+    assert encodings.option_types("rope") == {
+        "base": float,
+        "fraction": float,
+        "interleaved": bool,
+        "frequencies": tuple[float, ...] | None,
+        "magnitude": float,
+    }
     assert encodings.option_types("none") == {}

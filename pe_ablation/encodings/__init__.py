@@ -59,6 +59,7 @@ def instances() -> tuple[tuple[str, dict[str, Any]], ...]:
         ("learned", {"rows": 4096}),
         ("rope", {"base": 500.0, "fraction": 0.5}),
         ("rope", {"interleaved": True}),
+        ("rope", {"fraction": 0.5, "magnitude": 1.25}),
         ("t5", {"num_buckets": 8, "max_distance": 12}),
         ("transformer_xl", {"clamp": 5}),
     )

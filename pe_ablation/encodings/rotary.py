@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pe_ablation.encodings.base import About, Encoding, Sizes, angles, geometric
@@ -13,7 +14,8 @@ class RoPE(Encoding):
     """q_i -> R(i) q_i, k_j -> R(j) k_j; R(p) turns pair k of the first fraction*D dims by p * base^(-2k/(fraction*D)).
 
     Pairs are (k, k + d/2), or (2k, 2k+1) when `interleaved`; both are the same function up to a fixed permutation of
-    the projections' columns. The number of rotated dims must be even.
+    the projections' columns. The number of rotated dims must be even. `frequencies` are radians per token of each pair,
+    in place of the base's (see `frequencies.py`); cos and sin are multiplied by `magnitude`, logits by its square.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
 
@@ -24,8 +26,19 @@ class RoPE(Encoding):
         beyond="defined everywhere, but slow rotations reach phases unseen in training: fails past about 1.5x",
     )
 
+    given: tuple[float, ...] | None = None
+    magnitude: float = 1.0
+
     def __init__(
-        self, sizes: Sizes, rngs: nnx.Rngs, *, base: float = 10_000.0, fraction: float = 1.0, interleaved: bool = False
+        self,
+        sizes: Sizes,
+        rngs: nnx.Rngs,
+        *,
+        base: float = 10_000.0,
+        fraction: float = 1.0,
+        interleaved: bool = False,
+        frequencies: tuple[float, ...] | None = None,
+        magnitude: float = 1.0,
     ):
         del rngs
         if sizes.head_dim % 2:
@@ -40,9 +53,18 @@ class RoPE(Encoding):
             )
         if not base > 1:
             raise ValueError(f"encoding.options.base: {base} must be above 1")
+        if frequencies is not None and len(frequencies) != int(dims) // 2:
+            raise ValueError(f"encoding.options.frequencies: {len(frequencies)} for {int(dims) // 2} pairs of dims")
         self.base = base
         self.dims = int(dims)
         self.interleaved = interleaved
+        self.given = frequencies
+        self.magnitude = magnitude
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """float64 [F] radians per token of each pair."""
+        return geometric(self.dims // 2, self.base) if self.given is None else np.asarray(self.given, np.float64)
 
     def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
         return self._rotate(q, pos)
@@ -51,8 +73,8 @@ class RoPE(Encoding):
         return self._rotate(k, pos)
 
     def _rotate(self, x: jax.Array, pos: jax.Array) -> jax.Array:
-        angle = angles(pos, geometric(self.dims // 2, self.base))[:, :, None, :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        angle = angles(pos, self.frequencies)[:, :, None, :]
+        cos, sin = self.magnitude * jnp.cos(angle), self.magnitude * jnp.sin(angle)
         turned = x[..., : self.dims].astype(jnp.float32)
         if self.interleaved:
             first, second = turned[..., 0::2], turned[..., 1::2]
