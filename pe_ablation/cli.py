@@ -403,6 +403,7 @@ def _transforms(args: argparse.Namespace) -> int:
 
     from pe_ablation import transforms
 
+    print("None: for a factor the length to be read over the training length, at least 1; else as said below\n")
     for name, each in transforms.REGISTRY.items():
         fields = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(each))
         text = " ".join((each.__doc__ or "").split())

@@ -182,9 +182,9 @@ def read_csv(path: str | os.PathLike[str]) -> pd.DataFrame:
         keep_default_na=False,
         na_values={name: ["NaN"] for name in counts},
     )
-    frame = frame.reindex(columns=list(COLUMNS))
-    frame["transform"] = frame["transform"].fillna("")
-    return frame.astype(COLUMNS)
+    if "transform" not in frame:
+        frame["transform"] = ""
+    return frame.reindex(columns=list(COLUMNS)).astype(COLUMNS)
 
 
 def transform_column(text: str) -> str:

@@ -151,7 +151,7 @@ class DynamicNTK(Rotation):
 
 @dataclasses.dataclass(frozen=True)
 class NTKByParts(Scaled):
-    """theta / s for pairs that turn less than alpha times in L, theta for more than beta, a ramp between.
+    """theta / s for pairs that turn less than alpha times in L (`original`), theta for more than beta, a ramp between.
 
     ramp: of the pair's index, as the released code has it, or of its rotations, as the paper says.
     Peng et al. 2024, arXiv:2309.00071, section 3.2.
@@ -211,7 +211,7 @@ class Llama3(Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class Base(Rotation):
-    """Another base for the frequencies, as 500,000. Xiong et al. 2023, arXiv:2309.16039."""
+    """Another base for the frequencies, which has to be named, as 500,000. Xiong et al. 2023, arXiv:2309.16039."""
 
     name = "base"
     base: float | None = None
