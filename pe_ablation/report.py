@@ -26,7 +26,7 @@ from pe_ablation.claims import expected
 from pe_ablation.figure import curves, positions, save
 from pe_ablation.latex import to_latex
 from pe_ablation.selection import choose
-from pe_ablation.tables import METRICS, STATUSES, select, selections, summary, table, tables, to_markdown
+from pe_ablation.tables import METRICS, STATUSES, applicable, select, selections, summary, table, tables, to_markdown
 
 __all__ = [
     "COLUMNS", "curves", "expected", "positions", "read_csv", "rows", "select", "selections", "summary", "table",
@@ -99,12 +99,13 @@ def write(
     `rows` and `verdicts.statistics` do, and for rows that are not there.
     """
     configuration.convert(Literal[tuple(METRICS)], metric, "metric")
-    frame, choice = asked(runs_dir, split, protocol, field, seed)
+    everything, choice = asked(runs_dir, split, protocol, field, seed)
+    frame, left_out = applicable(everything)
     chosen = [each._asdict() for each in selections(frame)]
     how = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
     judged = [verdicts.statistics(frame, runs_dir, **each, **how) for each in chosen]
     out = folder(out_dir)
-    atomic.write(out / "rows.csv", [to_csv(frame)])
+    atomic.write(out / "rows.csv", [to_csv(everything)])
     atomic.write(out / "stats.csv", [to_csv(pd.concat(judged))])
     sections = []
     for at, (which, found) in enumerate(zip(chosen, judged, strict=True), start=1):
@@ -115,6 +116,7 @@ def write(
         _picture(out / f"curves{suffix}", partial(curves, frame, **which))
         if which["protocol"] == "blocks" and (select(frame, **which)[1].status == "ok").any():
             _picture(out / f"positions{suffix}", partial(positions, frame, runs_dir, **which))
+    sections[0] += left_out
     if choice is not None:
         sections[0] += selection.note(choice)
         atomic.write(out / "grid.csv", [to_csv(choice.grid)])

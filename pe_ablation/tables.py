@@ -30,7 +30,7 @@ UNTRAINED = (
 )
 TRANSFORMED = (
     "`+ NAME`: the same models under this transform, for evaluation alone; a factor that isn't named is the evaluation "
-    "length over the training length, at least 1; n/a: not for this encoding. Their nulls and 1x are under it too"
+    "length over the training length, at least 1. Their nulls and 1x are under it too"
 )
 MEANINGS = {
     "n/a": "n/a: the encoding has no position for this length",
@@ -228,6 +228,21 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
     marks += [TRANSFORMED] if (part["transform"] != "").any() else []
     marks += ["(k/n): only k of n seeds are there, and no mean is taken"] if several and incomplete else []
     return [*lines, f"- {'; '.join(marks)}."] if marks else lines
+
+
+def applicable(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The rows without those of transforms that are not for their encoding, n/a at every length; which these are."""
+    nowhere = rows.groupby(POINT)["status"].transform(lambda each: (each == "n/a").all()) & (rows["transform"] != "")
+    if not nowhere.any() or nowhere.all():
+        return rows, ""
+    left: dict[str, list[str]] = {}
+    for encoding, transform in dict.fromkeys(zip(rows.encoding[nowhere], rows["transform"][nowhere], strict=True)):
+        left.setdefault(encoding, []).append(transform)
+    named = "; ".join(f"{encoding}: {', '.join(each)}" for encoding, each in left.items())
+    kept: Frame = rows[~nowhere]
+    return kept.reset_index(
+        drop=True
+    ), f"- n/a at every length, not of the transform's kind, and without a row: {named}.\n"
 
 
 def _unequal(part: Frame) -> list[str]:

@@ -553,6 +553,9 @@ def test_a_table_has_a_row_for_each_arm_and_transform(folder):
 def test_a_report_names_transforms_and_old_rows_have_none(folder, tmp_path):
     text = report.write(folder, tmp_path / "out")
     assert "| rope + pi:factor=1.5" in text and "`+ NAME`: the same models under this transform" in text
+    assert "| alibi + pi" not in text
+    left = "alibi: pi, pi:factor=1.5, clamp; learned: pi, pi:factor=1.5, clip:limit=5; rope: clamp"
+    assert f"and without a row: {left}." in text
     rows = report.read_csv(tmp_path / "out" / "rows.csv")
     assert rows.equals(report.rows(folder))
     rows[rows["transform"] == ""].drop(columns="transform").to_csv(tmp_path / "old.csv", index=False, na_rep="NaN")
