@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -403,12 +403,13 @@ def _transforms(args: argparse.Namespace) -> int:
 
     from pe_ablation import transforms
 
-    print("None: for a factor the length to be read over the training length, at least 1; else as said below\n")
-    for name, each in transforms.REGISTRY.items():
-        fields = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(each))
-        text = " ".join((each.__doc__ or "").split())
-        print(f"{name}\n  fields      {fields}\n  {text}")
-    return 0
+    def lines() -> Iterator[str]:
+        yield "None: for a factor the length to be read over the training length, at least 1; else as said below"
+        for name, each in transforms.REGISTRY.items():
+            fields = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(each))
+            yield f"\n{name}\n  fields      {fields}\n  {' '.join((each.__doc__ or '').split())}"
+
+    return _print(lines())
 
 
 def _print(lines: Any) -> int:

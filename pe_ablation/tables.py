@@ -232,13 +232,15 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
 
 def applicable(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """The rows without those of transforms that are not for their encoding, n/a at every length; which these are."""
-    nowhere = rows.groupby(POINT)["status"].transform(lambda each: (each == "n/a").all()) & (rows["transform"] != "")
+    nowhere: Frame = rows.groupby(POINT)["status"].transform(lambda each: (each == "n/a").all()) & (
+        rows["transform"] != ""
+    )
     if not nowhere.any() or nowhere.all():
         return rows, ""
     left: dict[str, list[str]] = {}
     for encoding, transform in dict.fromkeys(zip(rows.encoding[nowhere], rows["transform"][nowhere], strict=True)):
         left.setdefault(encoding, []).append(transform)
-    named = "; ".join(f"{encoding}: {', '.join(each)}" for encoding, each in left.items())
+    named = "; ".join(f"{encoding}: {', '.join(sorted(each))}" for encoding, each in left.items())
     kept: Frame = rows[~nowhere]
     return kept.reset_index(
         drop=True

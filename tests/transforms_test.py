@@ -554,7 +554,7 @@ def test_a_report_names_transforms_and_old_rows_have_none(folder, tmp_path):
     text = report.write(folder, tmp_path / "out")
     assert "| rope + pi:factor=1.5" in text and "`+ NAME`: the same models under this transform" in text
     assert "| alibi + pi" not in text
-    left = "alibi: pi, pi:factor=1.5, clamp; learned: pi, pi:factor=1.5, clip:limit=5; rope: clamp"
+    left = "alibi: clamp, pi, pi:factor=1.5; learned: clip:limit=5, pi, pi:factor=1.5; rope: clamp"
     assert f"and without a row: {left}." in text
     rows = report.read_csv(tmp_path / "out" / "rows.csv")
     assert rows.equals(report.rows(folder))
