@@ -105,6 +105,44 @@ class LogitScale(NamedTuple):
         return jnp.maximum(self.at_least, factor * jnp.log(count))
 
 
+@dataclasses.dataclass(frozen=True)
+class Distances:
+    """How far away keys are shown: exactly nearer than `window`, else at it or, with a `group`, in steps of it.
+
+    A distance i - j >= w is shown as w (clipped), or as floor(i/G) - floor(j/G) + w - floor(w/G). The mask sees
+    distances as they are.
+    """
+
+    window: int
+    group: int | None = None
+
+    def views(self) -> tuple[View, View]:
+        """For `attend`."""
+        window, group = self.window, self.group
+
+        def far(query, key):
+            return query - key >= window
+
+        if group is None:
+            return PLAIN, View(lambda pos: jnp.full_like(pos, window), jnp.zeros_like, far)
+        return PLAIN, View(lambda pos: pos // group + (window - window // group), lambda pos: pos // group, far)
+
+
+def followed_by(first: Sequence[View], then: Sequence[View]) -> tuple[View, ...]:
+    """Views that show what `then` makes of the positions that `first` shows."""
+    if not first or not then:
+        return tuple(first or then)
+    return tuple(_shown_twice(one, other) for one in first for other in then)
+
+
+def _shown_twice(one: View, other: View) -> View:
+    def when(query, key):
+        shown = one.query(query[:, :, 0])[:, :, None], one.key(key[:, 0])[:, None]
+        return one.when(query, key) & other.when(*shown)
+
+    return View(lambda pos: other.query(one.query(pos)), lambda pos: other.key(one.key(pos)), when, one.slots)
+
+
 class Dropout(NamedTuple):
     """Attention dropout: the rate in [0, 1) and a key."""
 

@@ -158,7 +158,7 @@ def _results(rows: pd.DataFrame) -> list[tuple[str, Seen]]:
     choice = selections(rows)[0]._asdict()
     found = []
     for data, of_data in select(rows, **choice)[1].groupby("data"):
-        frame: Frame = summary(of_data, **choice)
+        frame: Frame = summary(of_data[of_data["transform"] == ""], **choice)
         for train_length, group in frame.groupby("train_length"):
             cells: dict[str, dict[int, tuple[str, float]]] = {}
             for arm, part in group.groupby("encoding", sort=False):

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ EVALUATE = {  # fields of `eval` that `evaluate` can set, with an example
     "stride": "64",
     "max_windows": "256",
     "batch_tokens": "4096",
+    "transforms": "none,pi,yarn:factor=4:ramp=paper; `pe-ablation transforms` lists them",
 }
 GENERATE = {  # how `generate` goes on: default and help
     "max_new_tokens": ("64", "how many tokens each prompt gets at most; ends at EOS"),
@@ -34,6 +35,7 @@ GENERATE = {  # how `generate` goes on: default and help
     "limit": ("none", "with positions capped: how far away sinks are shown at most"),
     "absolute": ("none", "for encodings added at the input: saturate, ring, layer0_fix"),
     "cache_dtype": ("float32", "keys and values are kept in: float32, bfloat16"),
+    "transform": ("none", "of the trained model, as yarn or ntk:factor=4 (see transforms)"),
 }
 REPORT = {  # what `report` can narrow down
     "protocol": "one protocol: targets, blocks or sliding (default: all)",
@@ -164,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", metavar="N", type=int, default=100_000, help="of the text (default: 100000)")
 
     _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
+    _command(commands, "transforms", _transforms, "list what a trained model can be read under: NAME[:FIELD=VALUE]...")
     return parser
 
 
@@ -290,7 +293,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         streaming.StreamError,
     )  # fmt: skip
     left_out, scored, streamed = 0, [], []
-    for run in record.find(args.runs):
+    runs = record.find(args.runs)
+    if args.transforms is not None:
+        evaluate.check_transforms(runs, overrides)
+    for run in runs:
         try:
             asked = config.read(run.config["experiment"], overrides)
             if args.stream_fields and "stream" not in asked.eval.protocols:
@@ -307,7 +313,10 @@ def _evaluate(args: argparse.Namespace) -> int:
             left_out += 1
             continue
         columns = ["encoding", "train_length", "eval_length", "seed", "protocol", "null", "bits_per_byte", "status"]
-        print(frame[columns].to_string(index=False))
+        transformed = asked.eval.transforms != ("none",)
+        print(frame[[*columns[:1], *(["transform"] if transformed else []), *columns[1:]]].to_string(index=False))
+        for reason in evaluate.reasons(run, frame) if transformed else ():
+            print(f"{run.path}: n/a: {reason}", file=sys.stderr)
         scored.append((run, asked, frame))
     if streamed:
         print(streaming_tables.to_markdown(streaming_tables.rows(streamed)))
@@ -387,6 +396,20 @@ def _encodings(args: argparse.Namespace) -> int:
         lines = (*described, ("options", options), ("beyond", about.beyond))
         print("\n".join([name, *(f"  {title:<11} {text}" for title, text in lines)]))
     return 0
+
+
+def _transforms(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    from pe_ablation import transforms
+
+    def lines() -> Iterator[str]:
+        yield "None: for a factor the length to be read over the training length, at least 1; else as said below"
+        for name, each in transforms.REGISTRY.items():
+            fields = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(each))
+            yield f"\n{name}\n  fields      {fields}\n  {' '.join((each.__doc__ or '').split())}"
+
+    return _print(lines())
 
 
 def _print(lines: Any) -> int:

@@ -100,7 +100,7 @@ def _side(root: Path, frame: pd.DataFrame, chosen: Selection) -> Side:
 
 
 def _arm(group: Frame) -> str:
-    return label(group.encoding.iloc[0], group.variant.iloc[0])
+    return label(*(group[name].iloc[0] for name in ("encoding", "variant", "transform")))
 
 
 def _arms(side: Side) -> str:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from ml_collections.config_dict import RequiredValueError
 
-from pe_ablation import encodings, positions
+from pe_ablation import encodings, positions, transforms
 from pe_ablation.model import SIZES, GPTConfig, max_position
+from pe_ablation.transforms import Transform, TransformError
 
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
@@ -176,6 +177,8 @@ class EvalConfig:
     """Where and how a trained model is scored (see `evaluate`); `last_k`, `spacing` and `stride` are in tokens.
 
     `max_documents` and, for `targets`, `max_windows` spread a smaller sample evenly over the split; None takes all.
+    `transforms`: what the model is scored under: `none`, as it was trained, or a name of `transforms` with fields, as
+    `yarn:factor=4:ramp=paper`.
     """
 
     lengths: tuple[int, ...] = (64, 128, 256)
@@ -188,6 +191,7 @@ class EvalConfig:
     max_windows: int | None = None
     max_documents: int | None = None
     batch_tokens: int = 4096
+    transforms: tuple[str, ...] = ("none",)
 
     @property
     def windowed(self) -> tuple[str, ...]:
@@ -365,6 +369,26 @@ def _is_list(hint: Any) -> bool:
 def evaluation(recorded: Mapping[str, Any]) -> EvalConfig:
     """The `eval` fields of an experiment as `to_dict` gave it; of the rest, an encoding's code may be gone by now."""
     return build(EvalConfig, recorded["eval"], "eval")
+
+
+def transform(text: str, path: str = "eval.transforms") -> Transform | None:
+    """The transform that `NAME[:FIELD=VALUE]...` names; None: `none`. ConfigError for what isn't known or fits."""
+    name, *fields = text.split(":")
+    if name == "none" and not fields:
+        return None
+    if name not in transforms.REGISTRY:
+        allowed = ", ".join(("none", *transforms.REGISTRY))
+        raise ConfigError(f"{path}: no transform {name!r}{near(name, transforms.REGISTRY)}; allowed: {allowed}")
+    given: dict[str, Any] = {}
+    for field in fields:
+        key, equals, value = field.partition("=")
+        if not equals or key in given:
+            raise ConfigError(f"{path}: {text!r}: expected each of FIELD=VALUE once, got {field!r}")
+        given[key] = from_flag(value)
+    try:
+        return build(transforms.REGISTRY[name], given, f"{path}: {name}")
+    except TransformError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -593,6 +617,8 @@ def _checked(experiment: Experiment) -> Experiment:
     """Ranges and relations between fields; returns the experiment with its encoding options converted."""
     options = _options(experiment.encoding.name, experiment.encoding.options, "encoding.name", "encoding.options")
     experiment = dataclasses.replace(experiment, encoding=EncodingConfig(experiment.encoding.name, options))
+    spelled = tuple(str(transform(each) or "none") for each in experiment.eval.transforms)
+    experiment = dataclasses.replace(experiment, eval=dataclasses.replace(experiment.eval, transforms=spelled))
     _check_ranges(experiment)
     _check_relations(experiment)
     try:
@@ -719,16 +745,18 @@ def _check_relations(experiment: Experiment) -> None:
         )
     if train.warmup_steps >= train.steps:
         raise ConfigError(f"train.warmup_steps: {train.warmup_steps} is not below train.steps = {train.steps}")
-    for name in ("lengths", "protocols"):
+    for name in ("lengths", "protocols", "transforms"):
         if not getattr(evaluation, name):
             raise ConfigError(f"eval.{name}: empty; name at least one")
     for path, given in {
-        **{f"eval.{name}": getattr(evaluation, name) for name in ("lengths", "protocols", "nulls")},
+        **{f"eval.{name}": getattr(evaluation, name) for name in ("lengths", "protocols", "nulls", "transforms")},
         **{f"stream.{name}": getattr(experiment.stream, name) for name in ("sinks", "baselines")},
     }.items():
         twice = [each for index, each in enumerate(given) if each in given[:index]]
         if twice:
             raise ConfigError(f"{path}: {twice[0]!r} twice in {given}; each once")
+    if "stream" in evaluation.protocols and evaluation.transforms != ("none",):
+        raise ConfigError(f"eval.transforms: {evaluation.transforms}, but a stream is read without; score it apart")
     for index, length in enumerate(evaluation.lengths):
         if length < 1:
             raise ConfigError(f"eval.lengths[{index}]: {length} is not a length; at least 1")

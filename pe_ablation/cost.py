@@ -26,7 +26,7 @@ def _line(group: Frame) -> tuple[str, ...]:
     first, scored = group.iloc[0], group[group.status == "ok"]
     return (
         str(first.train_length),
-        label(first.encoding, first.variant),
+        label(first.encoding, first.variant, first["transform"]),
         span(group.parameters),
         span(group.seconds_per_step, "{:.3g}".format),
         span(group.tokens_per_second, lambda value: f"{float(f'{value:.3g}'):,.0f}"),

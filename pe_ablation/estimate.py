@@ -47,7 +47,7 @@ def scoring(experiment: Experiment, gpt: GPTConfig) -> float | None:
         windows = math.ceil(evaluation.max_windows / batch) * batch
         passes = 2 if length > train_length and "window_mask" in evaluation.nulls else 1
         total += passes * windows * length * forward(gpt, length)
-    return total
+    return total * len(evaluation.transforms)
 
 
 def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, seeds: int) -> float:

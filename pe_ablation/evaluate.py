@@ -6,9 +6,11 @@ documents: those with a token more than the longest length. Sums are float64, pe
 tokens, bytes and words (see `data.tokenizers.words_begun`).
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +23,15 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
-from pe_ablation import config, data, report, stopping, trained, untrained
+from pe_ablation import config, data, report, stopping, trained, transforms, untrained
 from pe_ablation.attention import Mask
-from pe_ablation.config import ConfigError, EvalConfig, Experiment
+from pe_ablation.config import ConfigError, EvalConfig, Experiment, PositionsConfig
 from pe_ablation.memory import memory_limit
 from pe_ablation.model import GPT, GPTConfig
-from pe_ablation.record import Run
+from pe_ablation.record import RecordError, Run
 from pe_ablation.train import perplexity, window_nats
+from pe_ablation.trained import Trained
+from pe_ablation.transforms import TransformError
 
 NO_WINDOW = 2**31 - 1  # an attention window that hides nothing: the windowed null shares the compiled program
 
@@ -89,6 +93,35 @@ def check(experiment: Experiment) -> None:
     _documents(experiment.eval, experiment.train.length, data.load(experiment.data, split))
 
 
+def check_transforms(runs: Sequence[Run], overrides: Mapping[str, Any]) -> None:
+    """ConfigError for a transform that none of these runs can be scored under; unreadable ones are left out."""
+    experiments = []
+    for run in runs:
+        with contextlib.suppress(RecordError):
+            experiments.append(config.read(run.config["experiment"], overrides))
+    for text in dict.fromkeys(each for asked in experiments for each in asked.eval.transforms):
+        reasons = [_why_not(text, asked) for asked in experiments if text in asked.eval.transforms]
+        if all(reasons):
+            raise ConfigError(f"eval.transforms: {reasons[0]}" + (", nor any other run" if len(reasons) > 1 else ""))
+
+
+def reasons(run: Run, rows: pd.DataFrame) -> list[str]:
+    """Why cells of these rows are n/a, where their cells say so."""
+    keys = set(rows.key)
+    return list(dict.fromkeys(cell["reason"] for cell in run.cells() if cell["key"] in keys and "reason" in cell))
+
+
+def _why_not(text: str, experiment: Experiment) -> str:
+    """Why its model cannot be had under a transform, "" where it can."""
+    asked = config.transform(text)
+    try:
+        if asked is not None:
+            asked.refuse(experiment.gpt(vocab_size=258))
+    except TransformError as error:
+        return str(error)
+    return ""
+
+
 def evaluate_run(run_dir: str | Path) -> None:
     """Score everything that the run's config asks for and store the cells; cells that are there stay as they are.
 
@@ -130,13 +163,18 @@ def asked_rows(run: Run, experiment: Experiment) -> pd.DataFrame:
     keep = rows.settings.map(lambda text: json.loads(text) in wanted)
     keep &= rows.split.eq(asked.split) & rows.protocol.isin(asked.windowed) & rows.null.isin(["none", *asked.nulls])
     keep &= rows.eval_length.isin([train_length, *asked.lengths])
+    keep &= rows["transform"].isin([report.transform_column(each) for each in asked.transforms])
     return rows.loc[keep].reset_index(drop=True)
 
 
-def cell_key(step: int, split: str, protocol: str, length: int, null: str, chosen: dict[str, Any]) -> str:
-    """The file name of a cell: checkpoint, split, protocol, length, null, and a digest of the settings."""
-    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
-    return f"step{step}-{split}-{protocol}-L{length}-{null}-{digest}"
+def cell_key(
+    step: int, split: str, protocol: str, length: int, null: str, chosen: dict[str, Any], transform: str = ""
+) -> str:
+    """The file name of a cell: checkpoint, split, protocol, length, null, and a digest of settings and transform."""
+    about = chosen | {"transform": transform} if transform else chosen
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+    name = f"-{transform.partition(':')[0]}" if transform else ""
+    return f"step{step}-{split}-{protocol}-L{length}-{null}{name}-{digest}"
 
 
 def _documents(evaluation: EvalConfig, train_length: int, tokens: data.TokenFile) -> list[int]:
@@ -159,14 +197,15 @@ def _evenly(items: Any, most: int | None) -> Any:
     return items[np.linspace(0, len(items) - 1, most).round().astype(int)]
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(config: GPTConfig, batch: int, length: int) -> Any:
+@functools.lru_cache(maxsize=256)
+def _compiled(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig = PositionsConfig()) -> Any:
     """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed."""
     abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(abstract)
 
     def score(params, inputs, wanted, window):
-        return window_nats(nnx.merge(graph, params)(inputs, mask=Mask(window=window)), wanted)
+        logits = nnx.merge(graph, params)(inputs, mask=Mask(window=window), placed=chosen.placed(length))
+        return window_nats(logits, wanted)
 
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return jax.jit(score).lower(params, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)).compile()
@@ -176,10 +215,10 @@ class _OutOfMemory(Exception):
     pass
 
 
-def _program(config: GPTConfig, batch: int, length: int) -> Any:
+def _program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig = PositionsConfig()) -> Any:
     """`_compiled`, refused before it runs where its own estimate exceeds the memory there is."""
     try:
-        program = _compiled(config, batch, length)
+        program = _compiled(config, batch, length, chosen)
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from error
     need = program.memory_analysis()
@@ -198,7 +237,8 @@ class _Scorer:
     def __init__(self, run: Run, evaluation: EvalConfig):
         self.run, self.evaluation = run, evaluation
         self.trained = trained.load(run)
-        self.experiment, self.tokenizer, self.gpt = self.trained.experiment, self.trained.tokenizer, self.trained.config
+        self.experiment, self.tokenizer = self.trained.experiment, self.trained.tokenizer
+        self.changed: dict[tuple[str, int], Trained] = {}
         self.train_length = self.experiment.train.length
         self.tokens = data.load(self.experiment.data, evaluation.split)
         chosen = _documents(evaluation, self.train_length, self.tokens)
@@ -208,15 +248,15 @@ class _Scorer:
 
     def score(self) -> None:
         lengths = sorted({self.train_length, *self.evaluation.lengths})
-        for protocol in self.evaluation.windowed:
+        for transform, protocol in itertools.product(self.evaluation.transforms, self.evaluation.windowed):
             for length in lengths:
-                self._cell(protocol, length, "none")
+                self._cell(protocol, length, "none", report.transform_column(transform))
                 if length > self.train_length and "window_mask" in self.evaluation.nulls:
-                    self._cell(protocol, length, "window_mask")
+                    self._cell(protocol, length, "window_mask", report.transform_column(transform))
 
-    def _cell(self, protocol: str, length: int, null: str) -> None:
+    def _cell(self, protocol: str, length: int, null: str, transform: str) -> None:
         chosen = self.evaluation.settings(protocol, self.train_length)
-        key = cell_key(self.trained.step, self.evaluation.split, protocol, length, null, chosen)
+        key = cell_key(self.trained.step, self.evaluation.split, protocol, length, null, chosen, transform)
         if key in self.stored:
             return
         stopping.check(f"trained; {len(self.stored)} cells scored")
@@ -230,38 +270,54 @@ class _Scorer:
             "train_length": self.train_length,
             "settings": chosen,
         }
-        status, arrays = self._measure(protocol, length, null)
-        unread = self.trained.unread
-        if status == "ok" and unread is not None:
-            about["untrained"] = bool(unread) and self._reads(unread, protocol, length, null)
+        status, arrays, model = "n/a", {}, None
+        try:
+            model, applied = self._under(transform, length)
+            about |= applied
+        except TransformError as error:
+            about |= {"transform": transform, "reason": str(error)}
+        if model is not None:
+            status, arrays = self._measure(model, protocol, length, null)
+            if status == "ok" and model.unread is not None:
+                about["untrained"] = bool(model.unread) and self._reads(model, protocol, length, null)
         self.run.save_cell(about | {"status": status} | totals(arrays), arrays)
         self.stored.add(key)
 
-    def _measure(self, protocol: str, length: int, null: str) -> tuple[str, dict[str, np.ndarray]]:
+    def _under(self, transform: str, length: int) -> tuple[Trained, dict[str, Any]]:
+        """The model under a transform ("": none), and what a cell says of it: as asked, and with every field set."""
+        asked = config.transform(transform) if transform else None
+        if asked is None:
+            return self.trained, {}
+        if (transform, length) not in self.changed:
+            self.changed[transform, length] = transforms.apply(asked, self.trained, length)
+        applied = str(asked.at(length, self.train_length))
+        return self.changed[transform, length], {"transform": transform, "applied": applied}
+
+    def _measure(self, model: Trained, protocol: str, length: int, null: str) -> tuple[str, dict[str, np.ndarray]]:
         """(status, sums by document and position); no sums unless the status is ok."""
-        limit = self.trained.abstract.max_position
+        limit = model.abstract.max_position
         if limit is not None and length > limit:
             return "n/a", {}
-        if not self.trained.alive:
+        if not model.alive:
             return "diverged", {}
         windows = self._windows(protocol, length)
         try:
-            return "ok", self._sums(windows, self._window(null))
+            return "ok", self._sums(model, windows, self._window(null))
         except (_OutOfMemory, MemoryError):
             return "OOM", {}
 
     def _window(self, null: str) -> int:
         return self.train_length if null == "window_mask" else NO_WINDOW
 
-    def _reads(self, entries: untrained.Entries, protocol: str, length: int, null: str) -> bool:
-        """Whether other values of these entries give other nats: the first batch, which has every distance."""
+    def _reads(self, model: Trained, protocol: str, length: int, null: str) -> bool:
+        """Whether other values of what never trained give other nats: the first batch, which has every distance."""
         batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
-        program, window = _program(self.gpt, batch, length), np.int32(self._window(null))
-        params = self.trained.params
-        moved = untrained.changed(params, entries)
-        found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (params, moved)]
+        program = _program(model.config, batch, length, self.experiment.positions)
+        window = np.int32(self._window(null))
+        moved = untrained.changed(model.params, model.unread or {})
+        found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (model.params, moved)]
         scored = _scored_places(part)
         return not np.array_equal(found[0][scored], found[1][scored])
 
@@ -275,11 +331,11 @@ class _Scorer:
         found = targets(sizes, length, longest=longest, spacing=evaluation.spacing, last_k=evaluation.last_k)
         return found[_evenly(np.arange(len(found)), evaluation.max_windows)]
 
-    def _sums(self, windows: Windows, window: int) -> dict[str, np.ndarray]:
+    def _sums(self, model: Trained, windows: Windows, window: int) -> dict[str, np.ndarray]:
         """{nats, tokens, bytes, words}: float64 [documents, length], and the documents' names."""
         sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes", "words")}
         sizes = np.asarray(self.tokenizer.bytes_per_token)
-        for part, wanted, nats in self._scored(windows, window):
+        for part, wanted, nats in self._scored(model, windows, window):
             scored = _scored_places(part) & (sizes[wanted] > 0)
             if np.isnan(nats[scored]).any():
                 raise EvaluationError(f"{self.run.path}: NaN at evaluation length {windows.length}")
@@ -303,16 +359,18 @@ class _Scorer:
             words[row, : len(own)] = own
         return words
 
-    def _scored(self, windows: Windows, window: int) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
+    def _scored(
+        self, model: Trained, windows: Windows, window: int
+    ) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
         batch = self.evaluation.batch(windows.length)
-        program = _program(self.gpt, batch, windows.length)
+        program = _program(model.config, batch, windows.length, self.experiment.positions)
         pending = None
         try:
             for begin in range(0, len(windows), batch):
                 part = windows[begin : begin + batch]
                 inputs, wanted = self._batch(part, batch)
-                nats = program(self.trained.params, inputs, wanted, np.int32(window))
+                nats = program(model.params, inputs, wanted, np.int32(window))
                 if pending is not None:
                     yield _fetched(*pending)
                 pending = (part, wanted, nats)

@@ -89,7 +89,8 @@ def positions(
     part = part[(part.null == "none") & (part.status == "ok")]
     if part.empty:
         raise ValueError(f"{runs_dir}: no scored cell of protocol {protocol!r}; add it to eval.protocols and evaluate")
-    part = part.assign(label=[label(*names) for names in zip(part.encoding, part.variant, strict=True)])
+    names = zip(part.encoding, part.variant, part["transform"], strict=True)
+    part = part.assign(label=[label(*each) for each in names])
     part = part.loc[sorted(part.index, key=lambda at: presentation(part.loc[at]))]
     looks, trained = _looks(part.label.unique()), sorted(part.train_length.unique())
     figure, axes = _panels(len(trained))

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pe_ablation import eviction, repetition
+from pe_ablation import config, eviction, repetition, transforms
 from pe_ablation.cache import Cache
 from pe_ablation.eviction import Policy
 from pe_ablation.memory import memory_limit
 from pe_ablation.model import DTYPES, GPT, GPTConfig, refuse_positions
 from pe_ablation.trained import Trained
+from pe_ablation.transforms import Transform
 
 PIECE = 512  # tokens of a prompt that are read at once where nothing else limits them
 SHORTEST = 16  # prompts are padded to this or a greater power of two: a program for each such length
@@ -79,6 +80,7 @@ class Request:
     limit: int | None = None
     absolute: eviction.Absolute | None = None
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    transform: str = "none"
 
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
@@ -155,6 +157,7 @@ def shown(
         sampling=asked.sampling(),
         policy=asked.policy(trained.experiment.train.length),
         dtype=DTYPES[asked.cache_dtype],
+        transform=config.transform(asked.transform, "transform"),
         on_bytes=on_bytes if stream else None,
     )
     for number, (prompt, each) in enumerate(zip(prompts, found.continuations, strict=True), 1):
@@ -210,15 +213,18 @@ def generate(
     sampling: Sampling | None = None,
     policy: Policy | None = None,
     dtype: Any = jnp.float32,
+    transform: Transform | None = None,
     on_bytes: Callable[[int, bytes], None] | None = None,
 ) -> Generated:
     """Continue every prompt by up to `max_new_tokens` tokens, until EOS.
 
     `policy` decides what is kept (default: all); a cache holds keys and values in `dtype`. `on_bytes(row, bytes)` is
-    called with each token. A prompt starts with BOS where training texts do; an empty one without BOS with EOS, the
-    separator. A row's draws depend on the seed, its place in the batch and the step alone. Raises GenerationError for a
-    diverged model, no prompt, more tokens than the model has positions for, and logits that are NaN; EvictionError for
-    a policy that the model cannot be read under.
+    called with each token. A `transform` is applied for the tokens of the longest prompt with its new ones, or what the
+    policy shows of them, and stays the same from the first token to the last. A prompt starts with BOS where training
+    texts do; an empty one without BOS with EOS, the separator. A row's draws depend on the seed, its place in the batch
+    and the step alone. Raises GenerationError for a diverged model, no prompt, more tokens than the model has positions
+    for, and logits that are NaN; EvictionError for a policy that the model cannot be read under, TransformError for a
+    transform.
     """
     if not trained.alive:
         raise GenerationError(f"{trained.run.path}: diverged; there is nothing to generate from")
@@ -230,6 +236,9 @@ def generate(
     ids = [_started(trained, prompt) for prompt in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     policy = policy or Policy("full", _bucket(longest))
+    if transform is not None:
+        seen = longest if policy.name == "full" or policy.positions != "in_cache" else min(longest, policy.seen)
+        trained = transforms.apply(transform, trained, seen)
     eviction.refuse(policy, trained.abstract)
     if policy.name == "full":
         _refuse_room(trained, policy, longest)

@@ -298,7 +298,9 @@ def _ended(run: Run) -> int:
 def is_complete(run: Run) -> bool:
     """Done, and scored as its config asks: new evaluation lengths reopen a run, but never its training."""
     result = run.result()
-    return run.status()[0] == "done" and result is not None and result.get("eval") == run.config["experiment"]["eval"]
+    if run.status()[0] != "done" or result is None or "eval" not in result:
+        return False
+    return {**config.to_dict(config.EvalConfig()), **result["eval"]} == run.config["experiment"]["eval"]
 
 
 def run_point(directories: Sequence[str | Path], *, again: bool = True) -> int:

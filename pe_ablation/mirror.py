@@ -110,11 +110,12 @@ def sync_commands(runs_dir: str | Path) -> list[str]:
 def horizon(rows: Any) -> int | None:
     """The extrapolation horizon of one run: the longest scored length up to which it holds its own 1x.
 
-    Rule: on protocol `targets` without a null, bits per byte at every scored length from the training length on stay
-    within 1 % above those at the training length; the first length that doesn't (or has no number: n/a, OOM) ends it.
-    None where the training length itself has no number.
+    Rule: on protocol `targets` without null and transform, bits per byte at every scored length from the training
+    length on stay within 1 % above those at the training length; the first length that doesn't (or has no number: n/a,
+    OOM) ends it. None where the training length itself has no number.
     """
-    rows = rows[(rows.protocol == "targets") & (rows.null == "none") & (rows.eval_length >= rows.train_length)]
+    rows = rows[(rows.protocol == "targets") & (rows.null == "none") & (rows["transform"] == "")]
+    rows = rows[rows.eval_length >= rows.train_length]
     reached = None
     bound = math.nan
     for row in rows.sort_values("eval_length").itertuples():
@@ -197,6 +198,8 @@ def _follow(runs: Sequence[Run], stop: threading.Event) -> Iterator[Message]:
 
 def _evaluation(run: Run, asked: Experiment, rows: Any) -> Iterator[Message]:
     fields = {name: value for name, value in config.to_dict(asked.eval).items() if name != "batch_tokens"}
+    if fields["transforms"] == ["none"]:
+        del fields["transforms"]  # ids are older than the field
     id = f"{run.identity}-eval-{_digest(fields)}"
     yield _begin(run, asked, id, "eval")
     yield from _extrapolation(id, rows)
@@ -309,7 +312,7 @@ def _extrapolation(id: str, rows: Any) -> Iterator[Message]:
 
 
 def _scores(rows: Any) -> dict[str, Any]:
-    """Scalars to sort by: `extrap/PROTOCOL[/NULL]/bpb@LENGTH`, and the horizon."""
+    """Scalars to sort by: `extrap/PROTOCOL[/TRANSFORM][/NULL]/bpb@LENGTH`, and the horizon."""
     shown = [(_name(row, "", "bits_per_byte"), row) for row in _shown(rows).itertuples()]
     scores: dict[str, Any] = {f"{name}@{row.eval_length}": float(row.bits_per_byte) for name, row in shown}
     reached = horizon(rows)
@@ -321,8 +324,8 @@ def _shown(rows: Any) -> Any:
 
 
 def _name(row: Any, axis: str, metric: str) -> str:
-    null = "" if row.null == "none" else f"{row.null}/"
-    return f"extrap/{axis}{row.protocol}/{null}{SHORT.get(metric, metric)}"
+    how = "".join(f"{each}/" for each in (row.transform, row.null) if each not in ("", "none"))
+    return f"extrap/{axis}{row.protocol}/{how}{SHORT.get(metric, metric)}"
 
 
 def _numbers(row: Any) -> dict[str, float]:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from pe_ablation import encodings
-from pe_ablation.attention import IMPLEMENTATIONS, Dropout, LogitScale, Mask, View, attend
+from pe_ablation.attention import IMPLEMENTATIONS, Distances, Dropout, LogitScale, Mask, View, attend, followed_by
 from pe_ablation.cache import Cache, Layer, Past
 from pe_ablation.encodings import Encoding, Scores, Tokens
 from pe_ablation.encodings.base import INIT_STDDEV
@@ -61,6 +61,7 @@ class GPTConfig:
     `logit_scale`, for a query that sees n keys and a training length L: none; log_n: ln n / ln L; log_n_beyond: the
     same, at least 1, for a model that was trained without; learned: s_h ln n, one s > 0 a head and layer, at first
     1 / ln L (see `attention.LogitScale`).
+    `distances`: how far away encodings are shown keys (see `transforms`); None: as they are.
     """
 
     vocab_size: int
@@ -81,6 +82,7 @@ class GPTConfig:
     dtype: str = "float32"
     remat: bool = False
     implementation: str = "auto"
+    distances: Distances | None = None
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "mlp_dim")
@@ -341,7 +343,8 @@ class GPT(nnx.Module):
     @property
     def shift_invariant(self) -> bool:
         """Whether nothing depends on a position but through the distance of two."""
-        return all(each.shift_invariant for each in self.encodings)
+        stepped = self.config.distances is not None and self.config.distances.group is not None
+        return not stepped and all(each.shift_invariant for each in self.encodings)
 
     @property
     def row(self) -> bool:
@@ -453,6 +456,7 @@ class GPT(nnx.Module):
 
     def _layers(self, x, pos, mask, views, dropout_key, cache=None, segments=None):
         config = self.config
+        views = followed_by(views, () if config.distances is None else config.distances.views())
         groups = config.num_layers // len(config.slots)
         block_defs, block_states = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         parts = [_per_layer(config, *each) for each in zip(config.distinct, self.encodings, strict=True)]

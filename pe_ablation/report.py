@@ -26,7 +26,7 @@ from pe_ablation.claims import expected
 from pe_ablation.figure import curves, positions, save
 from pe_ablation.latex import to_latex
 from pe_ablation.selection import choose
-from pe_ablation.tables import METRICS, STATUSES, select, selections, summary, table, tables, to_markdown
+from pe_ablation.tables import METRICS, STATUSES, applicable, select, selections, summary, table, tables, to_markdown
 
 __all__ = [
     "COLUMNS", "curves", "expected", "positions", "read_csv", "rows", "select", "selections", "summary", "table",
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 NUMBERS = ("nats", "perplexity", "bits_per_byte", "word_perplexity")
 AMOUNTS = ("tokens", "bytes", "words", "documents")
 COLUMNS: dict[Any, Any] = {
-    "point": "str", "encoding": "str", "variant": "str", "train_length": "int64", "eval_length": "int64",
-    "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
+    "point": "str", "encoding": "str", "variant": "str", "transform": "str", "train_length": "int64",
+    "eval_length": "int64", "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
     **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(AMOUNTS, "Int64"), "status": "str", "untrained": "str",
     "parameters": "Int64", "seconds_per_step": "float64", "tokens_per_second": "float64", "program_seeds": "Int64",
     "data": "str", "data_digest": "str", "differs": "str", "settings": "str", "key": "str", "run": "str",
@@ -56,8 +56,9 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     training program: `seconds_per_step` and `tokens_per_second` (see `_speed`) and `program_seeds`, the number of seeds
     that it trained at once. `settings` is the protocol's own fields as JSON, `run` the directory relative to
     `runs_dir`. `window_recompute` is the model's own cell at its training length under the same settings, so it is
-    derived, not stored. `variant` names the fields in which arms of one name differ, `differs` has as JSON the fields,
-    other than encoding and training length, in which the runs differ at all.
+    derived, not stored. `transform` is what the model was scored under (see `transforms`), "" as it was trained.
+    `variant` names the fields in which arms of one name differ, `differs` has as JSON the fields, other than encoding
+    and training length, in which the runs differ at all.
 
     Raises ValueError for a folder that is absent or holds no run, and for two records of one point and seed.
     """
@@ -98,12 +99,13 @@ def write(
     `rows` and `verdicts.statistics` do, and for rows that are not there.
     """
     configuration.convert(Literal[tuple(METRICS)], metric, "metric")
-    frame, choice = asked(runs_dir, split, protocol, field, seed)
+    everything, choice = asked(runs_dir, split, protocol, field, seed)
+    frame, left_out = applicable(everything)
     chosen = [each._asdict() for each in selections(frame)]
     how = {"metric": metric if metric in verdicts.RATIOS else "bits_per_byte", "baseline": baseline, "margin": margin}
     judged = [verdicts.statistics(frame, runs_dir, **each, **how) for each in chosen]
     out = folder(out_dir)
-    atomic.write(out / "rows.csv", [to_csv(frame)])
+    atomic.write(out / "rows.csv", [to_csv(everything)])
     atomic.write(out / "stats.csv", [to_csv(pd.concat(judged))])
     sections = []
     for at, (which, found) in enumerate(zip(chosen, judged, strict=True), start=1):
@@ -114,6 +116,7 @@ def write(
         _picture(out / f"curves{suffix}", partial(curves, frame, **which))
         if which["protocol"] == "blocks" and (select(frame, **which)[1].status == "ok").any():
             _picture(out / f"positions{suffix}", partial(positions, frame, runs_dir, **which))
+    sections[0] += left_out
     if choice is not None:
         sections[0] += selection.note(choice)
         atomic.write(out / "grid.csv", [to_csv(choice.grid)])
@@ -181,7 +184,14 @@ def read_csv(path: str | os.PathLike[str]) -> pd.DataFrame:
         keep_default_na=False,
         na_values={name: ["NaN"] for name in counts},
     )
+    if "transform" not in frame:
+        frame["transform"] = ""
     return frame.reindex(columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def transform_column(text: str) -> str:
+    """An entry of `eval.transforms` as it stands in cells and rows: "" for `none`."""
+    return "" if text == "none" else text
 
 
 def _find(root: Path) -> list[record.Run]:
@@ -292,19 +302,18 @@ def fields(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _cells(run: record.Run, config: Mapping[str, Any], readable: bool) -> Iterator[dict[str, Any]]:
     """A run's stored cells, what it should have besides, and the derived null, each as part of a row."""
     train, plan = config["experiment"]["train"]["length"], configuration.evaluation(config["experiment"])
-    stored: dict[tuple[str, str, str], dict[tuple[str, int], Any]] = {}
-    for protocol in plan.protocols:
-        stored[protocol, plan.split, _canonical(plan.settings(protocol, train))] = {}
+    stored: dict[tuple[str, str, str, str], dict[tuple[str, int], Any]] = {}
+    for protocol, transform in itertools.product(plan.windowed, map(transform_column, plan.transforms)):
+        stored[protocol, plan.split, _canonical(plan.settings(protocol, train)), transform] = {}
     planned = set(stored)
     for cell in run.cells() if readable else ():  # whose they are isn't known
-        group = (cell["protocol"], cell["split"], _canonical(cell["settings"]))
+        group = (cell["protocol"], cell["split"], _canonical(cell["settings"]), cell.get("transform", ""))
         stored.setdefault(group, {})[cell["null"], cell["length"]] = cell
     result = run.result() or {}
     absent = _absent_status(run, result)
     about = {"parameters": result.get("parameters")} | _speed(_timing(run))
     for group, here in stored.items():
-        protocol, split, settings = group
-        common = {"protocol": protocol, "split": split, "settings": settings} | about
+        common = dict(zip(("protocol", "split", "settings", "transform"), group, strict=True)) | about
         keys = {*here, *(_planned(plan, train) if group in planned else ())}
         lengths = {length for null, length in keys if null == "none" and length > train}
         keys |= {("window_recompute", length) for length in lengths}

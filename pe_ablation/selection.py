@@ -122,6 +122,7 @@ def _grid(group: Frame, seeds: Sequence[int]) -> list[dict[str, Any]]:
     first = group.iloc[0]
     own = group[group.seed.isin(seeds)]
     at_length = own[(own.split == SPLIT) & (own.null == "none") & (own.eval_length == own.train_length)]
+    at_length = at_length[at_length["transform"] == ""]
     protocol, settings = _measure(at_length)
     at_length = at_length[(at_length.protocol == protocol) & (at_length.settings == settings)]
     lines = []

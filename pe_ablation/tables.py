@@ -21,12 +21,16 @@ METRICS = {
     "word_perplexity": "Perplexity per word",
 }  # fmt: skip
 NULLS = ("none", "window_mask", "window_recompute")
-POINT = ["train_length", "encoding", "variant", "point", "data_digest"]
+POINT = ["train_length", "encoding", "variant", "point", "data_digest", "transform"]
 SYMBOLS = {"missing": "-"}
 DAGGER = "†"
 UNTRAINED = (
     f"{DAGGER}: the number depends on entries of the encoding's parameters that no training gradient reached "
     "(buckets of distances past the training length), so on their initial values"
+)
+TRANSFORMED = (
+    "`+ NAME`: the same models under this transform, for evaluation alone; a factor that isn't named is the evaluation "
+    "length over the training length, at least 1. Their nulls and 1x are under it too"
 )
 MEANINGS = {
     "n/a": "n/a: the encoding has no position for this length",
@@ -114,9 +118,10 @@ def summary(
             records.append(common | {"eval_length": length} | _over_seeds(cell, seeds, metric))
     statistics = ["seeds", "n", "mean", "sd", "low", "high", "status", "counts", "untrained"]
     frame = pd.DataFrame(records).reindex(columns=[*POINT, "label", "eval_length", *statistics])
-    frame["label"] = [label(encoding, variant) for encoding, variant in zip(frame.encoding, frame.variant, strict=True)]
+    names = zip(frame.encoding, frame.variant, frame["transform"], strict=True)
+    frame["label"] = [label(*each) for each in names]
     cells: list[Any] = list(frame.itertuples())
-    order = sorted(cells, key=lambda row: (*presentation(row), row.eval_length))
+    order = sorted(cells, key=lambda row: (*presentation(row), row.transform, row.eval_length))
     return frame.loc[[row.Index for row in order]].reset_index(drop=True)
 
 
@@ -220,8 +225,26 @@ def notes(part: Frame, chosen: Selection) -> list[str]:
     incomplete = (part.status != "ok").any()
     marks = [meaning for status, meaning in MEANINGS.items() if (part.status == status).any()]
     marks += [UNTRAINED] if (part.untrained == "True").any() else []
+    marks += [TRANSFORMED] if (part["transform"] != "").any() else []
     marks += ["(k/n): only k of n seeds are there, and no mean is taken"] if several and incomplete else []
     return [*lines, f"- {'; '.join(marks)}."] if marks else lines
+
+
+def applicable(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The rows without those of transforms that are not for their encoding, n/a at every length; which these are."""
+    nowhere: Frame = rows.groupby(POINT)["status"].transform(lambda each: (each == "n/a").all()) & (
+        rows["transform"] != ""
+    )
+    if not nowhere.any() or nowhere.all():
+        return rows, ""
+    left: dict[str, list[str]] = {}
+    for encoding, transform in dict.fromkeys(zip(rows.encoding[nowhere], rows["transform"][nowhere], strict=True)):
+        left.setdefault(encoding, []).append(transform)
+    named = "; ".join(f"{encoding}: {', '.join(sorted(each))}" for encoding, each in left.items())
+    kept: Frame = rows[~nowhere]
+    return kept.reset_index(
+        drop=True
+    ), f"- n/a at every length, not of the transform's kind, and without a row: {named}.\n"
 
 
 def _unequal(part: Frame) -> list[str]:
@@ -275,7 +298,8 @@ def span(values: Frame, form: Callable[[float], str] = "{:,.0f}".format, absent:
 
 def points(part: Frame) -> list[Frame]:
     """The rows of each point, in the order of presentation."""
-    return sorted((group for _, group in part.groupby(POINT, sort=False)), key=lambda each: presentation(each.iloc[0]))
+    groups = (group for _, group in part.groupby(POINT, sort=False))
+    return sorted(groups, key=lambda each: (*presentation(each.iloc[0]), each["transform"].iloc[0]))
 
 
 def _over_seeds(cell: Frame, seeds: np.ndarray, metric: str) -> dict[str, Any]:
@@ -315,9 +339,10 @@ def number(value: float, metric: str) -> str:
     return f"{value:.3f}"
 
 
-def label(encoding: str, variant: str) -> str:
-    """An arm's name, with the fields in which it differs from its namesakes."""
-    return f"{encoding} ({variant})" if variant else encoding
+def label(encoding: str, variant: str, transform: str = "") -> str:
+    """An arm's name, with the fields in which it differs from its namesakes, and what it was scored under."""
+    named = f"{encoding} ({variant})" if variant else encoding
+    return f"{named} + {transform}" if transform else named
 
 
 def presentation(row: Any) -> tuple:

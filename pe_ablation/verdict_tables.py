@@ -53,7 +53,7 @@ def _pivot(cells: Sequence[Any], lengths: Sequence[int], text: Callable[[Any], s
 
 
 def _label(cell: Any) -> str:
-    return label(cell.encoding, cell.variant)
+    return label(cell.encoding, cell.variant, cell.transform)
 
 
 def _percent(share: float) -> str:

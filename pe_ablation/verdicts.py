@@ -48,10 +48,10 @@ RATIOS = {"bits_per_byte": ("bytes", 1 / math.log(2)), "nats": ("tokens", 1.0)} 
 LONGEST = "longest evaluated"
 _DIFFERENCES = ("null", "own", "baseline", "trained_there", "gain")
 COLUMNS: dict[Any, Any] = {
-    "train_length": "int64", "encoding": "str", "variant": "str", "point": "str", "data_digest": "str",
-    "eval_length": "int64", "protocol": "str", "split": "str", "settings": "str", "null": "str", "metric": "str",
-    "seeds": "int64", "n": "int64", "documents": "Int64", "status": "str", "mean": "float64", "sd": "float64",
-    "low95": "float64", "high95": "float64", "over": "str", "better_null": "str",
+    "train_length": "int64", "encoding": "str", "variant": "str", "transform": "str", "point": "str",
+    "data_digest": "str", "eval_length": "int64", "protocol": "str", "split": "str", "settings": "str", "null": "str",
+    "metric": "str", "seeds": "int64", "n": "int64", "documents": "Int64", "status": "str", "mean": "float64",
+    "sd": "float64", "low95": "float64", "high95": "float64", "over": "str", "better_null": "str",
     **{f"{name}_{part}": "float64" for name in _DIFFERENCES for part in ("difference", "low95", "high95")},
     "baseline": "str", "baseline_t": "float64", "baseline_t_p": "float64", "baseline_sign_flip_p": "float64",
     "baseline_sign_flip": "str", "margin": "float64", "verdict": "str", "holds": "str", "horizon": "Int64",
@@ -167,7 +167,7 @@ class _Point:
 
     @property
     def label(self) -> str:
-        return label(self.about["encoding"], self.about["variant"])
+        return label(self.about["encoding"], self.about["variant"], self.about["transform"])
 
     def status(self, null: str, length: int) -> str:
         """ "ok" only for a cell that has its sums."""
@@ -234,7 +234,7 @@ def sums(root: Path, metric: str, run: str, key: str) -> tuple[tuple[str, ...], 
 def _check_baseline(rows: Frame, points: Sequence[_Point], baseline: str | None) -> None:
     if baseline is None:
         return
-    arms = [label(*pair) for pair in dict.fromkeys(zip(rows.encoding, rows.variant, strict=True))]
+    arms = [label(*each) for each in dict.fromkeys(zip(rows.encoding, rows.variant, rows["transform"], strict=True))]
     if baseline not in arms and baseline not in set(rows.encoding):
         raise ValueError(f"baseline: {baseline!r} is no arm of these runs; there are: {', '.join(arms)}")
     for point in points:
@@ -250,14 +250,19 @@ def _baselines(point: _Point, points: Sequence[_Point], baseline: str) -> list[_
     """The points called `baseline` that were trained as long on the same data: by label, or else by encoding."""
     like = [each for each in points if each.train_length == point.train_length and _same_data(each, point)]
     named = [each for each in like if each.label == baseline]
-    return named or _nearest([each for each in like if each.about["encoding"] == baseline], point)
+    return named or _nearest([each for each in _plain(like) if each.about["encoding"] == baseline], point)
 
 
 def _trained_at(point: _Point, length: int, points: Sequence[_Point]) -> _Point | None:
     """The same arm trained at `length` on the same data; None where there is none, or no telling which."""
-    named = [each for each in points if each.train_length == length and _same_data(each, point)]
+    named = [each for each in _plain(points) if each.train_length == length and _same_data(each, point)]
     peers = _nearest([each for each in named if each.about["encoding"] == point.about["encoding"]], point)
     return peers[0] if len(peers) == 1 and length != point.train_length else None
+
+
+def _plain(points: Sequence[_Point]) -> list[_Point]:
+    """Those of models as they were trained, under no transform."""
+    return [each for each in points if not each.about["transform"]]
 
 
 def _nearest(peers: list[_Point], point: _Point) -> list[_Point]:

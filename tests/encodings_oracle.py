@@ -6,7 +6,7 @@ scaled logit of one head for one query and one key (`logit`); of some, also what
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,15 +46,17 @@ def rotated(
     base: float = 10_000.0,
     fraction: float = 1.0,
     interleaved: bool = False,
+    frequencies: Sequence[float] | None = None,
+    magnitude: float = 1.0,
 ):
-    """x [D] with each pair of its first fraction * D dims turned by its own angle."""
+    """x [D] with each pair of its first fraction * D dims turned by its own angle, and stretched."""
     dims = round(fraction * len(x))
     out = np.array(x, np.float64)
     for k in range(dims // 2):
-        angle = position * base ** (-2 * k / dims)
+        angle = position * (base ** (-2 * k / dims) if frequencies is None else frequencies[k])
         a, b = (2 * k, 2 * k + 1) if interleaved else (k, k + dims // 2)
-        out[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
-        out[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
+        out[a] = magnitude * (x[a] * math.cos(angle) - x[b] * math.sin(angle))
+        out[b] = magnitude * (x[b] * math.cos(angle) + x[a] * math.sin(angle))
     return out
 
 

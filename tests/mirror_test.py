@@ -249,7 +249,8 @@ def table(**rows):
             common | {"null": "none", "bits_per_byte": bits},
             common | {"null": "window_mask", "bits_per_byte": 9},
         ]
-    return pd.DataFrame(records)
+        records += [common | {"null": "none", "bits_per_byte": 0, "transform": "yarn"}]
+    return pd.DataFrame(records).fillna({"transform": ""})
 
 
 @pytest.mark.parametrize(

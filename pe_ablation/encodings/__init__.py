@@ -76,6 +76,7 @@ def instances() -> tuple[tuple[str, dict[str, Any]], ...]:
         ("rope", {"interleaved": True}),
         ("alibi", {"learned": True}),
         ("alibi", {"learned": True, "heads": 1}),
+        ("rope", {"fraction": 0.5, "magnitude": 1.25}),
         ("t5", {"num_buckets": 8, "max_distance": 12}),
         ("fire", {"hidden_layers": 2, "width": 5, "threshold": 4}),
         ("sandwich", {"dbar": 16, "first": 0}),

@@ -25,15 +25,21 @@ def _frequencies(pairs: int, base: float) -> np.ndarray:
 
 
 class Rotary(Encoding):
-    """q_i -> R(i) q_i, k_j -> R(j) k_j, where R(p) turns pair k by p * frequencies[k]; what follows the pairs stays.
+    """q_i -> R(i) q_i, k_j -> R(j) k_j: R(p) turns pair k by p * frequencies[k], times magnitude; other dims stay.
 
     Pairs are (k, k + d/2), or (2k, 2k+1) when `interleaved`; both are the same function up to a fixed permutation of
     the projections' columns.
     """
 
-    def __init__(self, frequencies: np.ndarray, interleaved: bool):
-        self.frequencies = tuple(frequencies.tolist())
+    def __init__(self, frequencies: np.ndarray, interleaved: bool, magnitude: float = 1.0):
+        self.per_token = tuple(frequencies.tolist())
         self.interleaved = interleaved
+        self.magnitude = magnitude
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """float64 [F] radians per token of each pair."""
+        return np.asarray(self.per_token, np.float64)
 
     def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
         return self.turned(q, pos)
@@ -43,9 +49,9 @@ class Rotary(Encoding):
 
     def turned(self, x: jax.Array, pos: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
         """x [B,T,H,D] at pos [B or 1,T], pair k times scale [B or 1,T,1,k]."""
-        angle = angles(pos, np.asarray(self.frequencies))[:, :, None, :]
-        cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-        dims = 2 * len(self.frequencies)
+        angle = angles(pos, self.frequencies)[:, :, None, :]
+        cos, sin = (self.magnitude * scale * each for each in (jnp.cos(angle), jnp.sin(angle)))
+        dims = 2 * len(self.per_token)
         pairs = x[..., :dims].astype(jnp.float32)
         if self.interleaved:
             first, second = pairs[..., 0::2], pairs[..., 1::2]
@@ -59,7 +65,8 @@ class Rotary(Encoding):
 class RoPE(Rotary):
     """q_i -> R(i) q_i, k_j -> R(j) k_j; R(p) turns pair k of the first fraction*D dims by p * base^(-2k/(fraction*D)).
 
-    The number of rotated dims must be even.
+    The number of rotated dims must be even. `frequencies` are radians per token of each pair, in place of the base's
+    (see `frequencies.py`); cos and sin are multiplied by `magnitude`, logits by its square.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
 
@@ -71,7 +78,15 @@ class RoPE(Rotary):
     )
 
     def __init__(
-        self, sizes: Sizes, rngs: nnx.Rngs, *, base: float = 10_000.0, fraction: float = 1.0, interleaved: bool = False
+        self,
+        sizes: Sizes,
+        rngs: nnx.Rngs,
+        *,
+        base: float = 10_000.0,
+        fraction: float = 1.0,
+        interleaved: bool = False,
+        frequencies: tuple[float, ...] | None = None,
+        magnitude: float = 1.0,
     ):
         del rngs
         _pairs(sizes)
@@ -81,7 +96,11 @@ class RoPE(Rotary):
                 f"encoding.options.fraction: {fraction} of head_dim {sizes.head_dim} rotates {dims:g} dims; "
                 "an even number from 2 to head_dim is needed"
             )
-        super().__init__(_frequencies(int(dims) // 2, base), interleaved)
+        if frequencies is not None and len(frequencies) != int(dims) // 2:
+            raise ValueError(f"encoding.options.frequencies: {len(frequencies)} for {int(dims) // 2} pairs of dims")
+        self.base = base
+        plain = _frequencies(int(dims) // 2, base)
+        super().__init__(plain if frequencies is None else np.asarray(frequencies, np.float64), interleaved, magnitude)
 
 
 class PRoPE(Rotary):
