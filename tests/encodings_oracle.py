@@ -235,7 +235,7 @@ def fire_share(i: int, j: int, c: float, threshold: float) -> float:
 
 
 def fire(parameters: Parameters, hidden_layers: int = 1, width: int = 32, threshold: int = 512) -> Formula:
-    c, reach = _softplus(float(parameters["rate"])), threshold * _softplus(float(parameters["reach"]))
+    c, reach = _softplus(parameters["rate"][0]), threshold * _softplus(parameters["reach"][0])
 
     def bias(i, j, head):
         share = fire_share(i, j, c, reach)

@@ -98,8 +98,8 @@ class Fire(Encoding):
             if value < 1:
                 raise ValueError(f"encoding.options.{name}: {value} is too small; at least 1")
         self.threshold = threshold
-        self.rate = nnx.Param(softplus_inverse(0.1))
-        self.reach = nnx.Param(softplus_inverse(1.0))
+        self.rate = nnx.Param(softplus_inverse(np.full(1, 0.1)))
+        self.reach = nnx.Param(softplus_inverse(np.ones(1)))
         self.inner = nnx.Param(linear(rngs, 1, width))
         self.inner_bias = nnx.Param(jnp.abs(linear(rngs, 1, width)))
         self.middle = nnx.Param(linear(rngs, width, width, width)) if hidden_layers == 2 else None
