@@ -17,7 +17,7 @@ from streaming_oracle import stream
 from tiny_models import by_path, for_gpt2, forward, ids, perturbed, tiny
 from written_runs import experiment, written
 
-from pe_ablation import cli, config, encodings, evaluate, eviction, generate, report, trained, transforms
+from pe_ablation import cli, config, encodings, evaluate, eviction, generate, launch, report, trained, transforms
 from pe_ablation import verdicts as verdicts_module
 from pe_ablation.config import ConfigError
 from pe_ablation.encodings import frequencies
@@ -570,6 +570,16 @@ def test_planned_transforms_are_missing_until_they_are_scored(tmp_path):
     evaluate.evaluate_run(run.path)
     frame: Any = report.rows(run.path)
     assert set(frame.status) == {"ok"} and (frame["transform"] == "ntk").sum() == (frame["transform"] == "").sum()
+
+
+def test_a_run_finished_before_there_were_transforms_is_complete_until_one_is_asked(tmp_path):
+    plain = experiment(tmp_path)
+    run = written(tmp_path / "run", plain)
+    scored = {name: value for name, value in config.to_dict(plain.eval).items() if name != "transforms"}
+    run.finish({"status": "ok", "eval": scored})
+    assert launch.is_complete(run)
+    evaluate.Run.plan(run.path, experiment(tmp_path, eval__transforms=["none", "pi"]), None, None)
+    assert not launch.is_complete(run)
 
 
 # The command line
