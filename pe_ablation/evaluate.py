@@ -198,7 +198,7 @@ def _evenly(items: Any, most: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig = PositionsConfig()) -> Any:
+def _compiled(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
     """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed."""
     abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(abstract)
@@ -215,7 +215,7 @@ class _OutOfMemory(Exception):
     pass
 
 
-def _program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig = PositionsConfig()) -> Any:
+def _program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
     """`_compiled`, refused before it runs where its own estimate exceeds the memory there is."""
     try:
         program = _compiled(config, batch, length, chosen)

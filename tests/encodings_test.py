@@ -462,22 +462,25 @@ def test_a_sum_is_the_stronger_and_the_more_limited_of_two():
     np.testing.assert_allclose(both.embed(x, position)[0, 0], rows, rtol=1e-6)
 
 
-def test_a_sum_gives_each_its_own_state_and_adds_values(monkeypatch):
+def test_a_sum_gives_each_its_own_state_and_adds_values():
     """Two forget gates with different weights, the state of the second past that of the first; then a value term."""
     both = build("sum", first="fox", second="fox")
     holding(both.second, gate=-0.5 * both.first.gate[...])
     q, k, _ = vectors(23)
     x = q.reshape(B, T, M)
-    state, carry = both.state(x, ORDERED, jnp.ones((B, H, 2)))
-    for which, part in enumerate((both.first, both.second)):
-        own, last = part.state(x, ORDERED, jnp.ones((B, H, 1)))
-        np.testing.assert_array_equal(state[..., which : which + 1], own)
-        np.testing.assert_array_equal(carry[..., which : which + 1], last)
+    width = both.first.state(x, ORDERED, None)[0].shape[-1]
+    shares = slice(0, width), slice(width, 2 * width)
+    state, carry = both.state(x, ORDERED, jnp.ones((B, H, 2 * width)))
+    assert state.shape[-1] == 2 * width
+    for share, part in zip(shares, (both.first, both.second), strict=True):
+        own, last = part.state(x, ORDERED, jnp.ones((B, H, width)))
+        np.testing.assert_array_equal(state[..., share], own)
+        np.testing.assert_array_equal(carry[..., share], last)
     a = jnp.zeros((B, H, T, T))
     tokens = [Tokens(vec, ORDERED, state) for vec in (q, k)]
     expected = sum(
-        part.logits(a, *(each._replace(state=state[..., which : which + 1]) for each in tokens))
-        for which, part in enumerate((both.first, both.second))
+        part.logits(a, *(each._replace(state=state[..., share]) for each in tokens))
+        for share, part in zip(shares, (both.first, both.second), strict=True)
     )
     np.testing.assert_allclose(both.logits(a, *tokens), expected, rtol=1e-5, atol=1e-6)
     mixed = build("sum", first="shaw", second="fox")
@@ -485,7 +488,7 @@ def test_a_sum_gives_each_its_own_state_and_adds_values(monkeypatch):
     np.testing.assert_array_equal(mixed.values(a + 1, *tokens), mixed.first.values(a + 1, *tokens))
     twice = build("sum", first="shaw", second="shaw")
     np.testing.assert_allclose(twice.values(a + 1, *tokens), 2 * mixed.values(a + 1, *tokens), rtol=1e-6)
-    assert mixed.state(x, ORDERED, None)[0].shape == (B, T, H, 1) and twice.state(x, ORDERED, None) is None
+    assert mixed.state(x, ORDERED, None)[0].shape == (B, T, H, width) and twice.state(x, ORDERED, None) is None
 
 
 @pytest.mark.parametrize("base", ["alibi", "kerple_log", "fire"])

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from written_runs import BOS, EOS, RAGGED, VOCABULARY, experiment, parameters, text, written
 
-from pe_ablation import data, encodings, evaluate, memory, record, train
+from pe_ablation import config, data, encodings, evaluate, memory, record, train
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError
 from pe_ablation.data import tokenizers
@@ -63,7 +63,7 @@ class Fake:
 def fake(monkeypatch):
     def install(nats):
         program = Fake(nats)
-        monkeypatch.setattr(evaluate, "_compiled", lambda config, batch, length: program)
+        monkeypatch.setattr(evaluate, "_compiled", lambda *_: program)
         return program
 
     return install
@@ -318,7 +318,10 @@ def test_a_learned_table_has_no_value_past_its_end(tmp_path):
 def test_a_length_that_does_not_fit_is_oom_and_the_others_are_scored(tmp_path, monkeypatch):
     asked = experiment(tmp_path, eval__lengths=[8, 28], eval__batch_tokens=28)
     run = written(tmp_path / "run", asked)
-    sizes = [evaluate._compiled(asked.gpt(VOCABULARY), 28 // length, length).memory_analysis() for length in (8, 28)]
+    sizes = [
+        evaluate._compiled(asked.gpt(VOCABULARY), 28 // length, length, asked.positions).memory_analysis()
+        for length in (8, 28)
+    ]
     needs = [size.temp_size_in_bytes + size.output_size_in_bytes for size in sizes]
     assert needs[0] < needs[1]
     monkeypatch.setattr(evaluate, "memory_limit", lambda: needs[0])
@@ -351,7 +354,7 @@ def test_an_exhausted_device_is_oom_and_other_errors_are_raised(tmp_path, monkey
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    def compiled(config, batch, length):
+    def compiled(config, batch, length, chosen):
         if length == 12 and when == "compile":
             fail()
         return Fake(fail if length == 12 else lambda inputs, wanted: 1.0)
@@ -527,7 +530,7 @@ def test_memory_is_linear_in_the_evaluation_length(tmp_path, encoding):
 
     def temporary(length, **fields):
         gpt = experiment(tmp_path, encoding__name=encoding, **fields).gpt(VOCABULARY)
-        return evaluate._compiled(gpt, 1, length).memory_analysis().temp_size_in_bytes
+        return evaluate._compiled(gpt, 1, length, config.PositionsConfig()).memory_analysis().temp_size_in_bytes
 
     at = {length: temporary(length) for length in (4096, 8192)}
     assert at[8192] <= 2.2 * at[4096]

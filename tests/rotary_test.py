@@ -48,9 +48,9 @@ def test_p_of_0_is_no_encoding_and_p_of_1_is_rope(reverse, interleaved):
 
 def test_the_frequencies_that_are_kept_are_those_of_all_dims():
     rope = geometric(32, 1e4)
-    assert build("p_rope", 64).frequencies == (*rope[:24], *[0.0] * 8)
-    assert build("p_rope", 64, reversed=True).frequencies == (*[0.0] * 8, *rope[8:])
-    assert build("p_rope", 64, p=0.25).frequencies == (*rope[:8], *[0.0] * 24)
+    assert build("p_rope", 64).per_token == (*rope[:24], *[0.0] * 8)
+    assert build("p_rope", 64, reversed=True).per_token == (*[0.0] * 8, *rope[8:])
+    assert build("p_rope", 64, p=0.25).per_token == (*rope[:8], *[0.0] * 24)
     kept = np.asarray(build("p_rope", 64, p=0.5).frequencies)
     np.testing.assert_allclose(kept[[0, 1, 15]], [1.0, 0.749894209, 0.013335214], atol=5e-10)
     assert (kept[16:] == 0).all()  # RoPE of the first half of the dims would have 1e-4 ** (15 / 16) at 15
