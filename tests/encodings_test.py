@@ -39,7 +39,7 @@ def acts_inside(name):
 
 INSIDE = [instance for instance, (name, _) in enumerate(INSTANCES) if acts_inside(name)]
 every_attention = pytest.mark.parametrize("instance", INSIDE, ids=[IDS[i] for i in INSIDE])
-# What attention makes of an encoding is tried with one instance of each class, and of what the clamp turns into CONTENT.
+# What attention makes of an encoding is tried with one instance of each class, and with the clamp, which is CONTENT.
 PLAIN = [i for i in INSIDE if not INSTANCES[i][1] or INSTANCES[i] == ("transformer_xl", {"clamp": 5})]
 every_class = pytest.mark.parametrize("instance", PLAIN, ids=[IDS[i] for i in PLAIN])
 
