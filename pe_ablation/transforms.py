@@ -19,7 +19,7 @@ from pe_ablation import encodings
 from pe_ablation.attention import Distances
 from pe_ablation.encodings import Encoding, Scores, frequencies
 from pe_ablation.encodings.absolute import Learned
-from pe_ablation.encodings.rotary import RoPE
+from pe_ablation.encodings.rotary import RoPE, Rotary
 from pe_ablation.model import GPT, GPTConfig, Slot
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Rotation(Transform):
 
     def refuse(self, config: GPTConfig) -> None:
         if not any(map(_rotates, config.distinct)):
-            raise TransformError(f"{self.name}: changes the frequencies of a rotation; {_named(config)} has none")
+            raise TransformError(f"{self.name}: changes the frequencies of rope, which {_named(config)} is not")
 
     def config(self, config: GPTConfig) -> GPTConfig:
         return _with_options(config, lambda slot: self._options(config, slot) if _rotates(slot) else {})
@@ -294,7 +294,7 @@ class ReRoPE(Shown):
 
     def refuse(self, config: GPTConfig) -> None:
         super().refuse(config)
-        if not any(map(_rotates, config.distinct)):
+        if not any(issubclass(encodings.find(slot.name), Rotary) for slot in config.distinct):
             raise TransformError(
                 f"{self.name}: limits the distances of a rotation; {_named(config)} has none, try clip"
             )

@@ -1,5 +1,7 @@
 """Daggers: which cells rest on entries of an encoding's parameters that no training gradient reached."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,10 +74,10 @@ def test_an_entry_that_the_cell_does_not_read_changes_nothing(t5):
     scorer = evaluate._Scorer(t5, t5.experiment.eval)
     last = np.zeros((BUCKETS, 2), bool)
     last[-1] = True
-    entries = {"encodings/0/table/value": last}
+    model = dataclasses.replace(scorer.trained, unread={"encodings/0/table/value": last})
     with tiny_runs.quick_compiles():
-        assert not scorer._reads(entries, "targets", 6, "none")
-        assert scorer._reads(entries, "targets", 12, "none")
+        assert not scorer._reads(model, "targets", 6, "none")
+        assert scorer._reads(model, "targets", 12, "none")
 
 
 @pytest.mark.parametrize("name", ["learned", "transformer_xl", "fire", "dape"])
