@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	  $(BIN)/pe-ablation report $(DEMO) && exit $$code
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -165,7 +165,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", metavar="DIR", default="runs/bench", help="where to write (default: runs/bench)")
     bench.add_argument("--tokens", metavar="N", type=int, default=100_000, help="of the text (default: 100000)")
 
-    _command(commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect")
+    listed = _command(
+        commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect"
+    )
+    listed.add_argument("--check", metavar="NAME|FILE.py:CLASS", help="try one against everything that all must do")
     _command(commands, "transforms", _transforms, "list what a trained model can be read under: NAME[:FIELD=VALUE]...")
     return parser
 
@@ -389,6 +392,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _encodings(args: argparse.Namespace) -> int:
     from pe_ablation import encodings
 
+    if args.check is not None:
+        return _checked(args.check)
     for name in encodings.names():
         about = encodings.find(name).about
         options = ", ".join(f"{option}={value}" for option, value in encodings.option_defaults(name).items()) or "none"
@@ -396,6 +401,18 @@ def _encodings(args: argparse.Namespace) -> int:
         lines = (*described, ("options", options), ("beyond", about.beyond))
         print("\n".join([name, *(f"  {title:<11} {text}" for title, text in lines)]))
     return 0
+
+
+def _checked(name: str) -> int:
+    """Print every check of one encoding; 1 if one failed."""
+    from pe_ablation import conformance
+
+    failed = 0
+    for result in conformance.battery(name):
+        print(result, flush=True)
+        failed += not result.ok
+    print(f"{name}: {failed} failed" if failed else f"{name}: all kept")
+    return 1 if failed else 0
 
 
 def _transforms(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """Fixtures that several test files ask for by name."""
 
+import gc
 import os
 
 import jax
@@ -34,3 +35,11 @@ def rolled_layers(monkeypatch):
     from pe_ablation import model
 
     monkeypatch.setattr(model, "UNROLL", 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_go():
+    """Each program of jax's on a CPU keeps maps of memory, of which a process may have some 65,000."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -490,7 +490,8 @@ def test_a_sum_gives_each_its_own_state_and_adds_values():
     assert both.values(a, *tokens) is None
     np.testing.assert_array_equal(mixed.values(a + 1, *tokens), mixed.first.values(a + 1, *tokens))
     twice = build("sum", first="shaw", second="shaw")
-    np.testing.assert_allclose(twice.values(a + 1, *tokens), 2 * mixed.values(a + 1, *tokens), rtol=1e-6)
+    expected = twice.first.values(a + 1, *tokens) + twice.second.values(a + 1, *tokens)
+    np.testing.assert_allclose(twice.values(a + 1, *tokens), expected, rtol=1e-6)
     assert mixed.state(x, ORDERED, None)[0].shape == (B, T, H, width) and twice.state(x, ORDERED, None) is None
 
 
