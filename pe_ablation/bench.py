@@ -87,20 +87,10 @@ def streams(size: str, encoding: str, tokens: int, window: int, sinks: int) -> d
     def step(params, token, position, cache):
         return eviction.advance(policy, nnx.merge(graph, params), token, position, cache)
 
-    def empty() -> Cache:
-        return eviction.cache(policy, model, 1)
-
     def read(program: Any, size: int, count: int) -> Cache:
-        cache = empty()
-        for start in range(0, count, size):
-            part = slice(start, start + size)
-            given, wanted = np.zeros((2, 1, size), np.int32)
-            own = ids[part]
-            given[0, : len(own)], wanted[0, : len(ids[1:][part])] = own, ids[1:][part]
-            places = np.arange(start, start + size)
-            nats, cache = program(
-                params, given, wanted, np.where(places < count, places, -1)[None].astype(np.int32), cache
-            )
+        cache = eviction.cache(policy, model, 1)
+        for given, wanted, places in streaming.chunks(ids[: count + 1], size):
+            nats, cache = program(params, given, wanted, places, cache)
         jax.block_until_ready(nats)
         return cache
 

@@ -18,7 +18,7 @@ from flax import nnx
 from pe_ablation import attention, encodings
 from pe_ablation.attention import Mask, attend
 from pe_ablation.encodings import Encoding, Scores, Tokens
-from pe_ablation.model import GPT, GPTConfig
+from pe_ablation.model import GPTConfig, abstract
 
 H, D, M, L = 2, 8, 16, 16  # heads, head dim, model dim, training length
 B, T = 2, 7
@@ -122,8 +122,8 @@ class Subject:
     @functools.cached_property
     def decoder(self) -> tuple[Any, Any, Callable[..., Any]]:
         """Graph and parameters of a decoder of two layers, and jitted parameters, tokens -> logits."""
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: GPT(self.gpt(), rngs=nnx.Rngs(0))))
-        return graph, _random(abstract, self.name), jax.jit(lambda p, tokens: nnx.merge(graph, p)(tokens))
+        graph, like = nnx.split(abstract(self.gpt()))
+        return graph, _random(like, self.name), jax.jit(lambda p, tokens: nnx.merge(graph, p)(tokens))
 
 
 def battery(name: str, options: Mapping[str, Any] | None = None) -> Iterator[Result]:
@@ -321,7 +321,7 @@ def _sharing(subject: Subject) -> Iterator[Result]:
     shared, own = (GPTConfig(**{**vars(config), "sharing": each}) for each in ("all", "none"))
     graphs = {}
     for each in (shared, own):
-        graphs[each.sharing] = nnx.split(nnx.eval_shape(lambda each=each: GPT(each, rngs=nnx.Rngs(0))))
+        graphs[each.sharing] = nnx.split(abstract(each))
     parameters = _random(graphs["all"][1], subject.name)
     copied = jax.tree.map(
         lambda leaf, like: jnp.stack([leaf] * 2) if leaf.shape != like.shape else leaf, parameters, graphs["none"][1]
@@ -337,8 +337,8 @@ def _sharing(subject: Subject) -> Iterator[Result]:
 def _gradients(subject: Subject) -> Iterator[Result]:
     """An entry without a gradient over 256 tokens is one that no logit there depends on."""
     config = subject.gpt(num_layers=1, train_length=REACH)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    parameters = _random(abstract, subject.name)
+    graph, like = nnx.split(abstract(config))
+    parameters = _random(like, subject.name)
     own = {path: leaf[...] for path, leaf in nnx.to_flat_state(parameters) if path[0] == "encodings"}
     if not own:
         return

@@ -27,7 +27,7 @@ from pe_ablation import config, data, report, stopping, trained, transforms, unt
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment, PositionsConfig
 from pe_ablation.memory import memory_limit
-from pe_ablation.model import GPT, GPTConfig
+from pe_ablation.model import GPTConfig, abstract
 from pe_ablation.record import RecordError, Run
 from pe_ablation.train import perplexity, window_nats
 from pe_ablation.trained import Trained
@@ -200,8 +200,7 @@ def _evenly(items: Any, most: int | None) -> Any:
 @functools.lru_cache(maxsize=256)
 def _compiled(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
     """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed."""
-    abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
-    graph, params = nnx.split(abstract)
+    graph, params = nnx.split(abstract(config))
 
     def score(params, inputs, wanted, window):
         logits = nnx.merge(graph, params)(inputs, mask=Mask(window=window), placed=chosen.placed(length))

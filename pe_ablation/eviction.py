@@ -19,6 +19,7 @@ it. A pair of a query i and a recent key j has the positions (i, j), a pair of i
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -33,6 +34,16 @@ Evict = Literal["after", "before"]
 Rule = Literal["in_cache", "original", "capped"]
 Absolute = Literal["saturate", "ring", "layer0_fix"]
 CACHED = ("full", "window", "sink")
+
+
+def first_missing(window: int, evict: Evict) -> int:
+    """The position of the first token that doesn't see all before it, with `window` cached tokens."""
+    return window + (evict == "after")
+
+
+def as_in_training(train_length: int, evict: Evict) -> int:
+    """So many cached tokens that a token sees as many as in training, itself among them."""
+    return train_length - (evict == "after")
 
 
 class EvictionError(ValueError):
@@ -88,6 +99,11 @@ class Policy:
         """How many of the kept ones are recent; None: nothing is dropped."""
         return None if self.name == "full" else self.kept - self.sinks
 
+    @property
+    def reread(self) -> int:
+        """How many tokens `block_recompute` reads anew when there is no more room: half of them."""
+        return self.seen // 2
+
     def describe(self) -> dict[str, Any]:
         """The fields that are set, for records."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
@@ -110,7 +126,7 @@ def refuse(policy: Policy, model: GPT) -> None:
         )
     if policy.positions == "capped":
         raise EvictionError("positions: 'capped' limits distances, which an encoding added at the input doesn't see")
-    if limit is not None and policy.absolute != "saturate" and policy.absolute != "ring" and policy.seen > limit:
+    if limit is not None and policy.absolute not in ("saturate", "ring") and policy.seen > limit:
         raise EvictionError(
             f"window: {policy.slots} cached tokens, evicting {policy.evict} reading, need {policy.seen} positions; "
             f"the encoding has {limit}"
@@ -121,7 +137,7 @@ def refuse(policy: Policy, model: GPT) -> None:
 
 def in_parallel(policy: Policy, model: GPT) -> bool:
     """Whether many tokens can be read at once: the same numbers as token by token."""
-    if policy.name in ("full", "window", "sink") and policy.absolute != "layer0_fix":
+    if policy.name in CACHED and policy.absolute != "layer0_fix":
         moved = policy.positions == "in_cache" and policy.name != "full" and policy.absolute is None
         return not moved or (model.shift_invariant and not model.row)
     return False
@@ -178,19 +194,27 @@ def views(policy: Policy, model: GPT, length: int, after: jax.Array) -> tuple[Vi
             sinks,
         )
         return (PLAIN, far) if sinks else ()
-    gone = jnp.maximum(after - kept, 0)[:, None]
-
-    def numbered(pos):
-        return jnp.where(pos < sinks, pos, pos - gone)
+    if length == 1:
+        key = functools.partial(_numbered, policy, after)
+        return (PLAIN._replace(query=lambda pos: jnp.minimum(pos, kept), key=key),)
+    gone = _gone(policy, after)
 
     def shifted(pos):
         return jnp.maximum(pos - gone, 0)
 
-    if length == 1:
-        return (PLAIN._replace(query=lambda pos: jnp.minimum(pos, kept), key=numbered),)
     recent = PLAIN._replace(query=shifted, key=shifted)
     first = View(lambda pos: jnp.minimum(pos, kept), lambda pos: pos, lambda query, key: key < sinks, sinks)
     return (recent, first) if sinks else (recent,)
+
+
+def _gone(policy: Policy, after: jax.Array) -> jax.Array:
+    """int32 [B,1]: how many of the tokens before are no longer kept."""
+    return jnp.maximum(after - policy.kept, 0)[:, None]
+
+
+def _numbered(policy: Policy, after: jax.Array, pos: jax.Array) -> jax.Array:
+    """Kept tokens' positions in the cache, by age; theirs in the text are `pos` [B,C]."""
+    return jnp.where(pos < policy.sinks, pos, pos - _gone(policy, after))
 
 
 def embedded(policy: Policy, model: GPT, positions: jax.Array) -> jax.Array | None:
@@ -209,7 +233,7 @@ def embedded(policy: Policy, model: GPT, positions: jax.Array) -> jax.Array | No
 
 def first_evicted(policy: Policy) -> int | None:
     """The position of the first token that doesn't see all before it; None: each does."""
-    return None if policy.name == "full" else policy.kept + 1
+    return None if policy.name == "full" else first_missing(policy.slots, policy.evict)
 
 
 def _trained(model: GPT) -> int:
@@ -219,9 +243,7 @@ def _trained(model: GPT) -> int:
 
 def _with_first_layer_moved(policy: Policy, model: GPT, cache: Cache) -> Cache:
     """The cache with the first layer's keys and values of its tokens where these are in the cache."""
-    gone = jnp.maximum(cache.next - policy.kept, 0)[:, None]
-    moved = jnp.where(cache.pos < policy.sinks, cache.pos, cache.pos - gone)
-    keys, values = model.first_layer(model.embed(cache.tokens, moved))
+    keys, values = model.first_layer(model.embed(cache.tokens, _numbered(policy, cache.next, cache.pos)))
     first, *rest = cache.layers
     first = first._replace(
         keys=first.keys.at[0].set(keys.astype(first.keys.dtype)),

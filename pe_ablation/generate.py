@@ -21,15 +21,13 @@ from pe_ablation import config, eviction, repetition, transforms
 from pe_ablation.cache import Cache
 from pe_ablation.eviction import Policy
 from pe_ablation.memory import memory_limit
-from pe_ablation.model import DTYPES, GPT, GPTConfig, refuse_positions
+from pe_ablation.model import DTYPES, GPT, GPTConfig, abstract, refuse_positions
 from pe_ablation.trained import Trained
 from pe_ablation.transforms import Transform
 
 PIECE = 512  # tokens of a prompt that are read at once where nothing else limits them
-SHORTEST = 16  # prompts are padded to this or a greater power of two: a program for each such length
-
-
 MOST = 2**31  # tokens are counted in int32
+SHORTEST = 16  # prompts are padded to this or a greater power of two: a program for each such length
 
 
 class GenerationError(ValueError):
@@ -93,7 +91,7 @@ class Request:
                 if getattr(self, name) != getattr(defaults, name):
                     raise GenerationError(f"{name}: {getattr(self, name)!r} goes with another cache than 'full'")
             return None
-        window = train_length - (self.evict == "after") if self.window is None else self.window
+        window = eviction.as_in_training(train_length, self.evict) if self.window is None else self.window
         sinks = (4 if self.cache == "sink" else 0) if self.sinks is None else self.sinks
         return Policy(self.cache, window, sinks, self.evict, self.positions, self.limit, self.absolute)
 
@@ -378,7 +376,7 @@ def _kept(policy: Policy, ids: np.ndarray) -> np.ndarray:
     if policy.name == "recompute":
         return ids[-policy.seen :]
     if policy.name == "block_recompute" and len(ids) > policy.seen:
-        stride = policy.seen - policy.seen // 2
+        stride = policy.seen - policy.reread
         return ids[stride * math.ceil((len(ids) - policy.seen) / stride) :]
     return ids
 
@@ -393,7 +391,7 @@ def _padded(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray
 @functools.lru_cache(maxsize=16)
 def _programs(config: GPTConfig, policy: Policy, dtype: Any, bos: int, eos: int) -> tuple[Any, Any]:
     """(read: params, tokens, positions -> state; step: params, state, key, number, ... -> tokens, NaN?, state)."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(abstract(config))
     first, follow = _READERS[policy.name]
 
     def read(params, tokens, positions):
@@ -460,7 +458,7 @@ def _follow_block(policy: Policy, model: GPT, tokens: jax.Array, done: jax.Array
     full = (cache.next >= policy.seen) & ~done
 
     def reread(cache):
-        kept = policy.seen // 2
+        kept = policy.reread
         empty = model.cache(cache.pos.shape[0], policy.seen, dtype=cache.layers[0].keys.dtype)
         positions = jnp.where(full[:, None], jnp.arange(kept), -1)
         _, again = model.decode(cache.tokens[:, policy.seen - kept :], positions, empty)

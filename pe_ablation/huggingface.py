@@ -28,7 +28,7 @@ from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import EvalConfig, Experiment
 from pe_ablation.data.tokenizers import GPT2_IDS, ByteTokenizer
 from pe_ablation.encodings.base import INIT_STDDEV
-from pe_ablation.model import EPSILON, GPT
+from pe_ablation.model import EPSILON, abstract
 from pe_ablation.record import Run
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -185,7 +185,7 @@ def _experiment(folder: Path, fields: Mapping[str, Any], overrides: Mapping[str,
 def _abstract(experiment: Experiment, vocab_size: int) -> Any:
     """The model's parameters without values."""
     gpt = experiment.gpt(vocab_size)
-    return nnx.state(nnx.eval_shape(lambda: GPT(gpt, rngs=nnx.Rngs(0))), nnx.Param)
+    return nnx.state(abstract(gpt), nnx.Param)
 
 
 def _leaves(params: Any) -> dict[str, Any]:

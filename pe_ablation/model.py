@@ -529,12 +529,16 @@ def refuse_positions(positions: Any, max_position: int | None) -> None:
         raise ValueError(f"position {last} is past the encoding's {max_position} positions (0..{max_position - 1})")
 
 
+def abstract(config: GPTConfig) -> GPT:
+    """A decoder whose parameters have shapes and no values."""
+    return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+
+
 def max_position(config: GPTConfig) -> int | None:
     """How many positions a decoder of this shape has; None: any number."""
-    return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))).max_position
+    return abstract(config).max_position
 
 
 def count_parameters(config: GPTConfig) -> int:
     """How many parameters the decoder has, without building it."""
-    abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(abstract(config), nnx.Param)))

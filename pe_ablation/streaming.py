@@ -28,7 +28,7 @@ from flax import nnx
 from pe_ablation import data, eviction, stopping, trained
 from pe_ablation.config import ConfigError, Experiment, StreamConfig
 from pe_ablation.eviction import EvictionError, Policy
-from pe_ablation.model import GPT, GPTConfig
+from pe_ablation.model import GPT, GPTConfig, abstract
 from pe_ablation.record import RecordError, Run
 from pe_ablation.train import window_nats
 from pe_ablation.trained import Trained
@@ -62,7 +62,7 @@ class Reading(NamedTuple):
 
 def window(stream: StreamConfig, train_length: int) -> int:
     """W: as set, or so many cached tokens that a token sees as many as in training."""
-    return stream.window or train_length - (stream.evict == "after")
+    return stream.window or eviction.as_in_training(train_length, stream.evict)
 
 
 def policies(stream: StreamConfig, experiment: Experiment, absolute: bool) -> list[Policy]:
@@ -93,8 +93,9 @@ def score(run: Run, experiment: Experiment) -> list[dict[str, Any]]:
     Raises NotTrained, ConfigError for a stream that is longer than the split and for fields that make no sense,
     StreamError for NaN.
     """
-    run.experiment.positions.refuse_decoding()
-    reader = _Reader(trained.load(run), experiment)
+    loaded = trained.load(run)
+    loaded.experiment.positions.refuse_decoding()
+    reader = _Reader(loaded, experiment)
     stored = {cell["key"]: cell for cell in whole_cells(run)}
     found = []
     for policy in policies(experiment.stream, experiment, reader.trained.abstract.absolute):
@@ -196,7 +197,7 @@ class _Reader:
 
     def _bands(self, policy: Policy, scored: Scored) -> dict[str, np.ndarray]:
         """bool [n] for each of BANDS."""
-        first = self.window + (policy.evict == "after")
+        first = eviction.first_missing(self.window, policy.evict)
         place = scored.place
         edges = (place < self.window, (place >= self.window) & (place < 2 * self.window), place >= 2 * self.window)
         return dict(zip(BANDS, (*edges, (place >= first) & (place < first + ONSET)), strict=True))
@@ -204,7 +205,7 @@ class _Reader:
     def _read(self, policy: Policy) -> Reading:
         model = self.trained.abstract
         eviction.refuse(policy, model)
-        if policy.name in ("recompute", "block_recompute"):
+        if policy.name not in eviction.CACHED:
             return self._read_windows(policy)
         limit = model.max_position if policy.name == "full" else None
         most = policy.slots if policy.name == "full" else None
@@ -221,7 +222,7 @@ class _Reader:
         parts, read, began = [], 0, time.monotonic()
         for number, each in enumerate(slices):
             cache, pending = jax.tree.map(jnp.array, empty), None
-            for tokens, targets, positions in self._chunks(each, chunk):
+            for tokens, targets, positions in chunks(self.file.stored[each], chunk, self.first):
                 nats, cache = compiled(self.trained.params, tokens, targets, positions, cache)
                 if pending is not None:
                     parts.append(self._scored(number, *pending))
@@ -237,18 +238,6 @@ class _Reader:
             empty.bytes,
             _scratch(compiled),
         )
-
-    def _chunks(self, where: slice, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """tokens, targets and positions int32 [1,size] of a stream; position -1 past its end."""
-        for start in range(where.start, where.stop - 1, size):
-            ids = self.file.stored[start : min(start + size + 1, where.stop)].astype(np.int32)
-            count = len(ids) - 1
-            tokens, targets = np.zeros((2, 1, size), np.int32)
-            tokens[0, :count], targets[0, :count] = ids[:-1], ids[1:]
-            if self.first is not None and start == where.start:
-                tokens[0, 0] = self.first
-            positions = np.where(np.arange(size) < count, start - where.start + np.arange(size), -1)
-            yield tokens, targets, positions[None].astype(np.int32)
 
     def _scored(self, stream: int, targets: Any, positions: np.ndarray, nats: Any) -> Scored:
         size = self.sizes[targets[0]]
@@ -285,11 +274,27 @@ class _Reader:
         seen, last = policy.seen, where.stop - where.start - 1
         yield number, 0, 0, min(seen, last)
         if policy.name == "block_recompute":
-            for start in range(seen - seen // 2, last - seen // 2, seen - seen // 2):
-                yield number, start, start + seen // 2, min(start + seen, last)
+            again = policy.reread
+            for start in range(seen - again, last - again, seen - again):
+                yield number, start, start + again, min(start + seen, last)
             return
         for place in _sample(seen, last, self.stream.recompute_targets):
             yield number, place - seen + 1, place, place + 1
+
+
+def chunks(
+    ids: np.ndarray, size: int, first: np.int32 | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """tokens, targets and positions int32 [1,size] of a stream, -1 past its end; `first` for its first token."""
+    place = np.arange(size)
+    for start in range(0, len(ids) - 1, size):
+        own = ids[start : start + size + 1].astype(np.int32)
+        count = len(own) - 1
+        tokens, targets = np.zeros((2, 1, size), np.int32)
+        tokens[0, :count], targets[0, :count] = own[:-1], own[1:]
+        if first is not None and start == 0:
+            tokens[0, 0] = first
+        yield tokens, targets, np.where(place < count, start + place, -1)[None].astype(np.int32)
 
 
 def _sample(first: int, last: int, count: int) -> list[int]:
@@ -338,7 +343,7 @@ def pieces(policy: Policy, model: GPT, longest: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=32)
 def program(config: GPTConfig, policy: Policy, piece: int, chunk: int) -> Any:
     """params, tokens, targets and positions [1,chunk], cache -> nats [1,chunk], cache: `piece` tokens at a time."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    graph, params = nnx.split(abstract(config))
 
     def read(params, tokens, targets, positions, cache):
         model = nnx.merge(graph, params)
@@ -353,18 +358,14 @@ def program(config: GPTConfig, policy: Policy, piece: int, chunk: int) -> Any:
         return jnp.moveaxis(nats, 0, 1).reshape(1, chunk), cache
 
     ids = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
-    cache = jax.eval_shape(lambda: eviction.cache(policy, nnx.merge(graph, _zeros(params)), 1))
+    cache = jax.eval_shape(lambda params: eviction.cache(policy, nnx.merge(graph, params), 1), params)
     return jax.jit(read, donate_argnums=4).lower(params, ids, ids, ids, cache).compile()
-
-
-def _zeros(params: Any) -> Any:
-    return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
 
 
 @functools.lru_cache(maxsize=32)
 def program_of_windows(config: GPTConfig, batch: int, length: int) -> Any:
     """params, tokens and targets [batch,length] -> nats [batch,length]."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    graph, params = nnx.split(abstract(config))
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     read = jax.jit(lambda params, tokens, targets: window_nats(nnx.merge(graph, params)(tokens), targets))
     return read.lower(params, ids, ids).compile()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pe_ablation import atomic, record, stats, tables
+from pe_ablation import atomic, eviction, record, stats, tables
 from pe_ablation.record import Run
 from pe_ablation.streaming import BANDS, ONSET, Scored, whole_cells
 from pe_ablation.train import perplexity
@@ -97,7 +97,7 @@ def _collapse(cell: dict[str, Any], cells: list[dict[str, Any]], scored: Callabl
     most = max(others, key=lambda each: each["settings"]["recompute_targets"])
     own, other = scored(cell["key"]), scored(most["key"])
     _, mine, theirs = np.intersect1d(_places(own), _places(other), assume_unique=True, return_indices=True)
-    late = own.place[mine] >= cell["window"] + (cell["policy"]["evict"] == "after")
+    late = own.place[mine] >= eviction.first_missing(cell["window"], cell["policy"]["evict"])
     if not late.any():
         return nothing
     difference = own.nats[mine[late]].astype(np.float64) - other.nats[theirs[late]].astype(np.float64)

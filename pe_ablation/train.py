@@ -27,7 +27,7 @@ from flax import nnx
 from pe_ablation import attention, data, positions, stopping
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import Experiment, TrainConfig, point_identity, read, refuse_imported
-from pe_ablation.model import GPT, GPTConfig, keyed
+from pe_ablation.model import GPT, GPTConfig, abstract, keyed
 from pe_ablation.progress import Progress
 from pe_ablation.record import Run
 
@@ -227,7 +227,7 @@ class _Fit:
         self.schedule = schedule(experiment.train)
         self.tokens = data.load(experiment.data, "train")
         self.batches = [self._batches(seed) for seed in seeds]
-        graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0))))
+        graph = nnx.graphdef(abstract(self.config))
         place = placing(experiment, self.tokenizer)
         step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place=place)
         self.step = jax.jit(_over_seeds(step, len(seeds)), donate_argnums=0)

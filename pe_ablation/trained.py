@@ -9,7 +9,7 @@ from flax import nnx
 
 from pe_ablation import checkpoint, config, data, untrained
 from pe_ablation.config import Experiment
-from pe_ablation.model import GPT, GPTConfig
+from pe_ablation.model import GPT, GPTConfig, abstract
 from pe_ablation.record import Run
 
 
@@ -48,8 +48,8 @@ def load(run: Run) -> Trained:
     _refuse_other_code(run, experiment)
     tokenizer = data.tokenizer(experiment.data)
     gpt = experiment.gpt(tokenizer.vocab_size)
-    abstract = nnx.eval_shape(lambda: GPT(gpt, rngs=nnx.Rngs(0)))
-    graph, like = nnx.split(abstract)
+    without_values = abstract(gpt)
+    graph, like = nnx.split(without_values)
     folder = run.path / "checkpoints"
     step = checkpoint.last_step(folder)
     if step is None:
@@ -59,7 +59,7 @@ def load(run: Run) -> Trained:
     if step < experiment.train.steps and alive and experiment.imported is None:
         raise NotTrained(f"{run.path}: trained to step {step} of {experiment.train.steps} only")
     unread = untrained.find(folder, step, params)
-    return Trained(run, experiment, tokenizer, gpt, abstract, graph, params, step, alive, unread)
+    return Trained(run, experiment, tokenizer, gpt, without_values, graph, params, step, alive, unread)
 
 
 def _refuse_other_code(run: Run, experiment: Experiment) -> None:

@@ -20,7 +20,7 @@ from pe_ablation.attention import Distances
 from pe_ablation.encodings import Encoding, Scores, frequencies
 from pe_ablation.encodings.absolute import Learned
 from pe_ablation.encodings.rotary import RoPE, Rotary
-from pe_ablation.model import GPT, GPTConfig, Slot
+from pe_ablation.model import GPTConfig, Slot, abstract
 
 if TYPE_CHECKING:
     from pe_ablation.trained import Trained
@@ -451,9 +451,14 @@ def apply(transform: Transform, trained: "Trained", length: int) -> "Trained":
     if config == trained.config:
         return trained
     params, unread = ready.parameters(trained)
-    abstract = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    without_values = abstract(config)
     return dataclasses.replace(
-        trained, config=config, abstract=abstract, graph=nnx.graphdef(abstract), params=params, unread=unread
+        trained,
+        config=config,
+        abstract=without_values,
+        graph=nnx.graphdef(without_values),
+        params=params,
+        unread=unread,
     )
 
 
