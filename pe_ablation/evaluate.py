@@ -26,7 +26,7 @@ from flax import nnx
 from pe_ablation import config, data, report, stopping, trained, transforms, untrained
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment, PositionsConfig
-from pe_ablation.memory import memory_limit
+from pe_ablation.memory import memory_limit, program_bytes
 from pe_ablation.model import GPTConfig, abstract
 from pe_ablation.record import RecordError, Run
 from pe_ablation.train import perplexity, window_nats
@@ -277,6 +277,8 @@ class _Scorer:
             about |= {"transform": transform, "reason": str(error)}
         if model is not None:
             status, arrays = self._measure(model, protocol, length, null)
+            if status == "ok":
+                about["memory_bytes"] = program_bytes(self._program(model, length))
             if status == "ok" and model.unread is not None:
                 about["untrained"] = bool(model.unread) and self._reads(model, protocol, length, null)
         self.run.save_cell(about | {"status": status} | totals(arrays), arrays)
@@ -313,12 +315,14 @@ class _Scorer:
         batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
-        program = _program(model.config, batch, length, self.experiment.positions)
-        window = np.int32(self._window(null))
+        program, window = self._program(model, length), np.int32(self._window(null))
         moved = untrained.changed(model.params, model.unread or {})
         found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (model.params, moved)]
         scored = _scored_places(part)
         return not np.array_equal(found[0][scored], found[1][scored])
+
+    def _program(self, model: Trained, length: int) -> Any:
+        return _program(model.config, self.evaluation.batch(length), length, self.experiment.positions)
 
     def _windows(self, protocol: str, length: int) -> Windows:
         evaluation, sizes = self.evaluation, [len(each) for each in self.documents]
@@ -362,8 +366,7 @@ class _Scorer:
         self, model: Trained, windows: Windows, window: int
     ) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
-        batch = self.evaluation.batch(windows.length)
-        program = _program(model.config, batch, windows.length, self.experiment.positions)
+        batch, program = self.evaluation.batch(windows.length), self._program(model, windows.length)
         pending = None
         try:
             for begin in range(0, len(windows), batch):

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,3 +16,14 @@ def memory_limit() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
     return int(available[0].split()[1]) * 1024
+
+
+def program_bytes(compiled: Any) -> int | None:
+    """Bytes that a compiled program has at a time, by its own account: arguments, results that are not written over
+    them, and what is in between. None where the backend gives no account.
+    """
+    need = compiled.memory_analysis()
+    if need is None:
+        return None
+    results = need.output_size_in_bytes - need.alias_size_in_bytes
+    return need.argument_size_in_bytes + results + need.temp_size_in_bytes

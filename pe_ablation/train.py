@@ -27,6 +27,7 @@ from flax import nnx
 from pe_ablation import attention, data, positions, stopping
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import Experiment, TrainConfig, point_identity, read, refuse_imported
+from pe_ablation.memory import program_bytes
 from pe_ablation.model import GPT, GPTConfig, abstract, keyed
 from pe_ablation.progress import Progress
 from pe_ablation.record import Run
@@ -216,6 +217,19 @@ def _over_seeds(step: Callable[..., Any], count: int) -> Callable[..., Any]:
     return train_step
 
 
+class _Program:
+    """A step, compiled for what it is first called with and then known by the memory it takes; it donates its state."""
+
+    def __init__(self, step: Callable[..., Any]):
+        self.jitted = jax.jit(step, donate_argnums=0)
+        self.compiled: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.compiled is None:
+            self.compiled = self.jitted.lower(*args).compile()
+        return self.compiled(*args)
+
+
 class _Fit:
     """The loop's parts: model, optimizer, batches, records. R seeds ride on the leading axis of everything."""
 
@@ -230,7 +244,7 @@ class _Fit:
         graph = nnx.graphdef(abstract(self.config))
         place = placing(experiment, self.tokenizer)
         step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place=place)
-        self.step = jax.jit(_over_seeds(step, len(seeds)), donate_argnums=0)
+        self.step = _Program(_over_seeds(step, len(seeds)))
         self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
 
     def _batches(self, seed: int) -> data.Batches:
@@ -319,6 +333,7 @@ class _Fit:
         shared = {
             "parameters": sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(state.params)),
             "attention": attention.chosen(self.config.implementation, windows, heads, train.length, train.length),
+            "memory_bytes": None if self.step.compiled is None else program_bytes(self.step.compiled),
             "devices": jax.device_count(),
             "platform": jax.default_backend(),
             "jax": jax.__version__,
