@@ -3,7 +3,7 @@
     pe-ablation launch --config configs/catalogue.py:cpu --workers 2
     pe-ablation report runs/catalogue-cpu
 
-`cpu`: 2 layers, width 64, 4 heads, byte tokens of the State of the Union addresses, training length 128, 1,000 steps of
+`cpu`: 2 layers, width 64, 4 heads, byte tokens of the State of the Union addresses, training length 128, 1,500 steps of
 2,048 tokens, one seed; evaluated to 2,048 (16x) on the last 64 targets of 32 windows, under both nulls.
 
 Sweeps: the plain one is all of it; `encodings` one arm for each registered name, `variants` what papers and their code
@@ -31,10 +31,10 @@ def get_config(arg: str = "cpu") -> ml_collections.ConfigDict:
             "data": {"source": "sotu", "block": LENGTH},
             "train": {
                 "length": LENGTH,
-                "steps": 1000,
+                "steps": 1500,
                 "batch_tokens": 2048,
                 "learning_rate": 5e-3,
-                "warmup_steps": 100,
+                "warmup_steps": 150,
                 "checkpoint_every": 500,
             },
             "eval": {"lengths": tuple(LENGTH * each for each in TIMES), "last_k": 64, "max_windows": 32},
