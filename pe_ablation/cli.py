@@ -169,7 +169,14 @@ def _parser() -> argparse.ArgumentParser:
         commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect"
     )
     listed.add_argument("--check", metavar="NAME|FILE.py:CLASS", help="try one against everything that all must do")
-    _command(commands, "transforms", _transforms, "list what a trained model can be read under: NAME[:FIELD=VALUE]...")
+    changes = _command(
+        commands, "transforms", _transforms, "list what a trained model can be read under: NAME[:FIELD=VALUE]..."
+    )
+    changes.add_argument(
+        "--run", metavar="RUN", help="instead, how often each pair of its rotation turns, by transform"
+    )
+    changes.add_argument("--length", metavar="N", type=int, help="with --run: tokens to be read (default: the longest)")
+    changes.add_argument("--transforms", metavar="NAMES", help="with --run: which (default: pi, ntk, ...)")
     return parser
 
 
@@ -418,7 +425,12 @@ def _checked(name: str) -> int:
 def _transforms(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from pe_ablation import transforms
+    from pe_ablation import config, transforms
+
+    if args.run is not None:
+        return _print(_rotations(args))
+    if args.length is not None or args.transforms is not None:
+        raise config.ConfigError("--length, --transforms: go with --run RUN")
 
     def lines() -> Iterator[str]:
         yield "None: for a factor the length to be read over the training length, at least 1; else as said below"
@@ -427,6 +439,17 @@ def _transforms(args: argparse.Namespace) -> int:
             yield f"\n{name}\n  fields      {fields}\n  {' '.join((each.__doc__ or '').split())}"
 
     return _print(lines())
+
+
+def _rotations(args: argparse.Namespace) -> Iterator[str]:
+    from pe_ablation import config, record, rotations
+
+    experiment = record.find(args.run)[0].experiment
+    length = experiment.eval.longest(experiment.train.length) if args.length is None else args.length
+    if length < 1:
+        raise config.ConfigError(f"--length: {length} is not a length; at least 1")
+    asked = args.transforms.split(",") if args.transforms else rotations.USUAL
+    yield rotations.to_markdown(experiment, length, asked)
 
 
 def _print(lines: Any) -> int:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from pe_ablation import config, record, report
-from pe_ablation.claims import CLAIMS, Seen, order, ratio_within
+from pe_ablation.claims import CLAIMS, Seen, dearer, fails_past_reach, order, ratio_within, worst_as_trained
 from pe_ablation.figure import spread
 
 LENGTHS = (8, 16, 32)
@@ -427,6 +427,28 @@ def test_expected_says_what_was_seen_and_leaves_out_absent_arms(tmp_path):
     assert found["every arm learns: under a unigram's 4.38 at its own length"][1] == "yes"
     assert not any("t5" in statement or "learned" in statement for statement in found)
     assert len(found) < len(CLAIMS)
+
+
+def scaled(**cells):
+    """Trained at 8; bits per byte at 8, 16 and 32 of each transform, `_` for : and = in its name."""
+    named = {name.replace("_", ":factor="): values for name, values in cells.items()}
+    return Seen(
+        8, {name: dict(zip((8, 16, 32), (("ok", each) for each in row), strict=True)) for name, row in named.items()}
+    )
+
+
+def test_claims_about_transforms_are_judged_within_and_past_their_length():
+    """pi by 2 is worse than the model as trained at 32, which it isn't meant for."""
+    seen = scaled(none=(2.0, 3.0, 4.0), pi_2=(2.2, 2.4, 5.0), ntk_2=(2.1, 2.3, 3.5), ntk_4=(2.3, 2.45, 2.5))
+    assert worst_as_trained(seen) == ("16: 3.00, worst ntk:factor=4 2.45; 32: 4.00, worst ntk:factor=4 2.50", True)
+    assert dearer("pi", "ntk")(seen) == ("factor=2: 2.200 and 2.100", True)
+    assert fails_past_reach(seen) == ("least ntk:factor=2 1.52x, most 2.08x", True)
+    better = scaled(none=(2.0, 2.3, 2.4), pi_2=(2.0, 2.4, 2.45), ntk_2=(2.1, 2.2, 3.0))
+    assert worst_as_trained(better)[1] is False
+    assert dearer("pi", "ntk")(better)[1] is False
+    assert fails_past_reach(better) == ("least pi:factor=2 1.02x, most 1.36x", False)
+    alone = scaled(none=(2.0, 2.3, 2.4))
+    assert [check(alone)[1] for check in (worst_as_trained, dearer("pi", "ntk"), fails_past_reach)] == [None] * 3
 
 
 def test_claims_about_a_corpus_are_left_out_on_another(tmp_path):

@@ -81,6 +81,11 @@ class Encoding(nnx.Module):
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         del sizes, rngs
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether any hook reads positions, beyond which slots are empty and what came before."""
+        return type(self) is not Encoding
+
     def overrides(self, hook: str) -> bool:
         """Whether a hook (`embed`, `query`, ...) is another than the identity."""
         return getattr(type(self), hook) is not getattr(Encoding, hook)

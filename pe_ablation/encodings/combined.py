@@ -69,6 +69,10 @@ class Sum(Encoding):
     def _parts(self) -> tuple[Encoding, Encoding]:
         return self.first, self.second
 
+    @property
+    def reads_positions(self) -> bool:
+        return any(part.reads_positions for part in self._parts)
+
     def overrides(self, hook: str) -> bool:
         return any(part.overrides(hook) for part in self._parts)
 

@@ -85,6 +85,7 @@ class FoX(Encoding):
     )
     scores = Scores.CONTENT
     per_layer: ClassVar[tuple[str, ...]] = ("gate", "bias")
+    reads_positions: bool = False
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs, *, bias: float = 0.0):
         self.gate = normal(rngs, sizes.model_dim, sizes.num_heads)
