@@ -74,8 +74,8 @@ def resolved(experiment: Experiment) -> Experiment:
         raise ConfigError(f"start.transform: {error}") from None
     if new.distances is not None or new.pattern is not None:
         raise ConfigError(
-            f"start.transform: {start.transform!r} is for reading alone; allowed: what changes frequencies of rope, the "
-            "rows of a learned table or the scale of logits, in a model without a pattern"
+            f"start.transform: {start.transform!r} is for reading alone; allowed: what changes frequencies of rope, "
+            "the rows of a learned table or the scale of logits, in a model without a pattern"
         )
     return dataclasses.replace(
         experiment,
