@@ -155,15 +155,15 @@ def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
     return kept.reset_index(drop=True)
 
 
-def folder(path: str | os.PathLike[str]) -> Path:
-    """A folder that can be written to, made if it isn't there; ValueError where it can't be."""
+def folder(path: str | os.PathLike[str], what: str = "a report", flag: str = "--out") -> Path:
+    """A folder that can be written to, made if it isn't there; ValueError, naming `flag`, where it can't be."""
     out = Path(path)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ValueError(f"{out}: cannot write a report here ({error.strerror}); name another folder: --out") from error
+        raise ValueError(f"{out}: cannot write {what} here ({error.strerror}); name another folder: {flag}") from error
     return out
 
 
@@ -343,7 +343,9 @@ def _numbers(cell: Mapping[str, Any] | None, absent: str) -> dict[str, Any]:
     if cell["status"] not in STATUSES:
         raise ValueError(f"cell {cell['key']}: status {cell['status']!r} is not known; allowed: {', '.join(STATUSES)}")
     untrained = str(cell["untrained"]) if "untrained" in cell else ""
-    return {name: cell.get(name) for name in ("status", "key", "memory_bytes", *NUMBERS, *AMOUNTS)} | {"untrained": untrained}
+    return {name: cell.get(name) for name in ("status", "key", "memory_bytes", *NUMBERS, *AMOUNTS)} | {
+        "untrained": untrained
+    }
 
 
 def _timing(run: record.Run) -> list[dict[str, Any]]:
