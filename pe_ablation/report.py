@@ -156,15 +156,15 @@ def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
     return kept.reset_index(drop=True)
 
 
-def folder(path: str | os.PathLike[str]) -> Path:
-    """A folder that can be written to, made if it isn't there; ValueError where it can't be."""
+def folder(path: str | os.PathLike[str], what: str = "a report", flag: str = "--out") -> Path:
+    """A folder that can be written to, made if it isn't there; ValueError, naming `flag`, where it can't be."""
     out = Path(path)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ValueError(f"{out}: cannot write a report here ({error.strerror}); name another folder: --out") from error
+        raise ValueError(f"{out}: cannot write {what} here ({error.strerror}); name another folder: {flag}") from error
     return out
 
 

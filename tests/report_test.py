@@ -1,5 +1,6 @@
 """Tables and figures from run records: what is averaged, what is not, and how the rest is told apart."""
 
+import colorsys
 import json
 import math
 import statistics
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pe_ablation import config, record, report
+from pe_ablation import config, encodings, figure, record, report, tables
 from pe_ablation.claims import CLAIMS, Seen, dearer, fails_past_reach, order, ratio_within, worst_as_trained
 from pe_ablation.figure import spread
 
@@ -402,6 +403,49 @@ def test_names_are_spread_without_overlap():
     assert np.diff(spots).min() >= 0.5 - 1e-12
     assert spots[0] == 1.0 and spots[3] == 5.0
     assert spread([4.9, 5.0], 0.5, 0.0, 5.0) == [4.5, 5.0]
+
+
+def test_arms_stand_in_the_order_of_the_registry_beside_the_name_they_begin_with(monkeypatch):
+    assert encodings.names() == tables.ORDER
+    arms = ["zeta", "rope_none", "p_rope_reversed", "xpos", "p_rope", "none_scaled", "kerple_log", "rope", "none"]
+    wanted = ["none", "none_scaled", "rope", "rope_none", "p_rope", "p_rope_reversed", "xpos", "kerple_log", "zeta"]
+    assert sorted(arms, key=tables.family) == wanted
+    monkeypatch.setattr(tables, "ORDER", ("kerple_log", "kerple"))
+    assert [tables.named_after(arm) for arm in ("kerple_log_2", "kerple_2", "kerples")] == [
+        "kerple_log",
+        "kerple",
+        None,
+    ]
+
+
+MANY_ARMS = (*encodings.names(), *(f"rope_{kind}" for kind in "abcdefg"), "alibi_a", "alibi_b", "mine", "other")
+
+
+def test_looks_of_many_arms_are_all_different_and_kin_is_alike():
+    looks = figure._looks(MANY_ARMS)
+    assert len({looks[arm] for arm in MANY_ARMS}) == len(MANY_ARMS)
+    assert len({looks[name][0] for name in tables.ORDER}) == len({looks[name][1] for name in tables.ORDER}) == 18
+
+    def hue(colour):
+        return colorsys.rgb_to_hsv(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))[0]
+
+    for arm in (arm for arm in MANY_ARMS if arm.startswith(("rope_", "alibi_"))):
+        assert hue(looks[arm][0]) == pytest.approx(hue(looks[arm.partition("_")[0]][0]), abs=0.01)
+    few = figure._looks(["rope", "rope_a", "mine"])
+    assert [few[arm][0] for arm in ("rope_a", "mine")] == list(figure.SPARE_COLOURS[:2])
+
+
+def test_many_arms_have_room_for_their_names_and_leave_the_nulls_to_the_tables(tmp_path):
+    finished(tmp_path)
+    one = read(tmp_path)
+    everything = pd.concat([one.assign(encoding=arm, point=arm) for arm in MANY_ARMS], ignore_index=True)
+    drawn = report.curves(everything, tmp_path / "curves.png")
+    (axis,) = drawn.axes
+    heights = sorted(text.get_window_extent().y0 for text in axis.texts)
+    assert len(heights) == len(MANY_ARMS)
+    assert np.diff(heights).min() >= axis.texts[0].get_window_extent().height - 2
+    assert lines(axis, "--") == []
+    assert "nulls are in the tables" in drawn.legends[0].get_texts()[0].get_text()
 
 
 def test_claims_are_judged_on_numbers():
