@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from written_runs import written
 
-from pe_ablation import cli, config, encodings
+from pe_ablation import cli, config, encodings, sweep
 from pe_ablation.attention import attend
 from pe_ablation.encodings import Tokens
 
@@ -51,10 +52,11 @@ def test_the_example_is_configured_by_file_and_class_and_known_by_its_content(ex
     assert config.training_identity(config.read(tree)) != before
 
 
-def test_the_commands_of_the_readme_parse(monkeypatch, capsys):
+def test_the_commands_of_the_readme_parse(tmp_path, monkeypatch, capsys):
     """Every `pe-ablation launch` and `run` of the README plans its points, without starting anything."""
     monkeypatch.chdir(ROOT)
-    text = README.replace("\\\n", " ")
+    written(tmp_path / "run", config.read(sweep.load("configs/base.py:quick").config))
+    text = README.replace("\\\n", " ").replace("=RUN ", f"={tmp_path / 'run'} ")
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^ {4}pe-ablation (.*)$", text, re.MULTILINE)]
     planned = [command for command in commands if command[0] in ("launch", "run") and "my_encoding" not in str(command)]
     assert len(planned) >= 4

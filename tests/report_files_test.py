@@ -109,7 +109,9 @@ def test_the_speed_of_a_program_leaves_its_compilation_out(tmp_path):
     first = read(tmp_path).iloc[0]
     assert first.seconds_per_step == pytest.approx(0.2)  # of 0.2, 0.1 and 0.3
     assert (first.tokens_per_second, first.program_seeds) == (300.0, 3)
-    line = "| rope     |      1,000 |    0.2 |      300 |               3 |         - |         - |    120 |         3 |"
+    line = (
+        "| rope     |      1,000 |    0.2 |      300 |               3 |         - |         - |    120 |         3 |"
+    )
     assert line in cost.to_markdown(read(tmp_path), protocol="targets")
 
 
