@@ -16,7 +16,7 @@ In this order:
 4. where there is no context gain, a cell clearly worse than 1x (the whole interval past the margin) fails, and any
    other is "cannot discriminate", one that beats the nulls and a flat one too: where nothing can be gained, flat is
    not a failure to use context;
-5. "extrapolates": the whole interval of the difference to the better null is below 0;
+5. "extrapolates": the whole interval of the difference to the better null is below 0, by more than float32's rounding;
 6. "stable": the whole interval of the difference to 1x is below the margin;
 7. "fails": neither was shown.
 
@@ -44,6 +44,7 @@ from pe_ablation.tables import NULLS, POINT, Frame, label, select, summary
 _log = logging.getLogger(__name__)
 EXTRAPOLATES, STABLE, FAILS, CANNOT = VERDICTS = "extrapolates", "stable", "fails", "cannot discriminate"
 MARGIN = 0.01  # of the 1x value
+ROUNDING = 1e-5  # of the 1x value: float32 sums of the same in another order differ by less
 RATIOS = {"bits_per_byte": ("bytes", 1 / math.log(2)), "nats": ("tokens", 1.0)}  # metric -> nats over what, times what
 LONGEST = "longest evaluated"
 _DIFFERENCES = ("null", "own", "baseline", "trained_there", "gain")
@@ -60,16 +61,16 @@ COLUMNS: dict[Any, Any] = {
 _TEXTS = [name for name, kind in COLUMNS.items() if kind == "str"]
 
 
-def verdict(own: Difference, null: Difference, gain: Difference | None, margin: float) -> str:
+def verdict(own: Difference, null: Difference, gain: Difference | None, margin: float, rounding: float = 0.0) -> str:
     """Steps 3 to 7 of the module's rules: differences to 1x and to the better null, the context gain (None: unknown).
 
-    `margin` is in units of the metric.
+    `margin` and `rounding`, which is no difference yet, are in units of the metric.
     """
     if math.isnan(own.low) or math.isnan(null.low):
         return CANNOT
     if gain is not None and not gain.high < 0:
         return FAILS if own.low > margin else CANNOT
-    if null.high < 0:
+    if null.high < -rounding:
         return EXTRAPOLATES
     return STABLE if own.high < margin else FAILS
 
@@ -338,7 +339,7 @@ def _against_itself(
     if to_own is None or to_null is None:  # the note has the documents that differ
         return {"better_null": better, "verdict": "missing", "holds": ""}
     allowed = margin * _mean(own)
-    said = verdict(to_own, to_null, gain, allowed)
+    said = verdict(to_own, to_null, gain, allowed, ROUNDING * _mean(own))
     holds = "" if math.isnan(to_own.low) else "yes" if said == EXTRAPOLATES or to_own.high < allowed else "no"
     return {"better_null": better, "verdict": said, "holds": holds}
 
