@@ -34,7 +34,8 @@ UNTRAINED = (
 )
 TRANSFORMED = (
     "`+ NAME`: the same models under this transform, for evaluation alone; a factor that isn't named is the evaluation "
-    "length over the training length, at least 1. Their nulls and 1x are under it too"
+    "length over the training length, at least 1. So is their null `window_mask`; verdicts hold them against the 1x of "
+    "the models as they were trained, and a fresh context is read by these, where they were scored"
 )
 MEANINGS = {
     "n/a": "n/a: the encoding has no position for this length",

@@ -29,7 +29,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,10 +157,24 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Point:
-    """An arm at one training length: `cells[null, evaluation length]`."""
+    """An arm at one training length: `cells[null, evaluation length]`.
+
+    Of one under a transform, `plain` is that of the same models as they were trained, where they were scored: its 1x is
+    what the transform must not lose, and a fresh context is read without it.
+    """
 
     about: dict[str, Any]
     cells: dict[tuple[str, int], _Cell]
+    plain: "_Point | None" = None
+
+    @property
+    def own(self) -> _Cell | None:
+        """What it is at its training length."""
+        return (self.plain or self).cells.get(("none", self.train_length))
+
+    def cell(self, null: str, length: int) -> _Cell | None:
+        found = self.cells.get((null, length))
+        return self.own if found is not None and null == "window_recompute" and self.plain is not None else found
 
     @property
     def train_length(self) -> int:
@@ -172,13 +186,13 @@ class _Point:
 
     def status(self, null: str, length: int) -> str:
         """ "ok" only for a cell that has its sums."""
-        cell = self.cells.get((null, length))
+        cell = self.cell(null, length)
         if cell is None or (cell.row["status"] == "ok" and cell.sample is None):
             return "missing"
         return cell.row["status"]
 
     def sample(self, null: str, length: int) -> Sample | None:
-        cell = self.cells.get((null, length))
+        cell = self.cell(null, length)
         return cell.sample if cell else None
 
 
@@ -198,7 +212,10 @@ def _points(rows: pd.DataFrame, root: Path, choice: dict[str, Any]) -> list[_Poi
             if row["status"] == "ok":
                 cell = _with_sums(row, scored[(*key, null, row["eval_length"])], read, choice["metric"])
             point.cells[null, row["eval_length"]] = cell
-    return sorted(points.values(), key=lambda point: point.train_length)
+    at = POINT.index("transform")
+    plain = {key: points.get((*key[:at], "", *key[at + 1 :])) for key in points if key[at]}
+    each = [replace(point, plain=plain.get(key)) for key, point in points.items()]
+    return sorted(each, key=lambda point: point.train_length)
 
 
 def _with_sums(row: dict[str, Any], group: Frame, read: Callable[[str, str], Any], metric: str) -> _Cell:
@@ -321,7 +338,7 @@ def _against_itself(
 ) -> dict[str, Any]:
     """Differences to 1x, to the model trained at `length` and to the better null, and the verdict they give."""
     train = point.train_length
-    cell, own = point.sample("none", length), point.sample("none", train)
+    cell, own = point.sample("none", length), point.own.sample if point.own else None
     trained_there = there.sample("none", length) if there else None
     compared.add("trained_there", cell, trained_there)
     to_own = compared.add("own", cell, own) if length != train else None

@@ -581,6 +581,14 @@ def test_a_table_has_a_row_for_each_arm_and_transform(folder):
         stored - cells(run_of(folder, "rope"))["", 12, "none"]["bits_per_byte"]
     )
     assert judged.loc[("alibi", "pi"), "verdict"] == "n/a"
+    as_trained = cells(run_of(folder, "rope"))["", 8, "none"]["bits_per_byte"]
+    masked = cells(run_of(folder, "rope"))["pi", 12, "window_mask"]["bits_per_byte"]
+    at = ("rope", "pi")
+    assert judged.loc[at, "own_difference"] == pytest.approx(stored - as_trained), "its 1x is that without pi"
+    assert judged.loc[at, "null_difference"] == pytest.approx(stored - min(as_trained, masked))
+    alone: Any = verdicts_module.statistics(rows[rows["transform"] == "pi"], folder)
+    [own] = alone[(alone.null == "none") & (alone.eval_length == 12) & (alone.encoding == "rope")].own_difference
+    assert own == pytest.approx(stored - cells(run_of(folder, "rope"))["pi", 8, "none"]["bits_per_byte"])
 
 
 def test_a_report_names_transforms_and_old_rows_have_none(folder, tmp_path):
