@@ -4,8 +4,8 @@
     pe-ablation report runs/catalogue-cpu
 
 `cpu`: 2 layers, width 64, 4 heads, byte tokens of the State of the Union addresses, training length 128, 1,500 steps of
-2,048 tokens, one seed; evaluated to 2,048 (16x) on the last 64 targets of 32 windows, under both nulls. 32 arms: 49 minutes on 2 CPU cores.
-Expected, in bits per byte at 128 / 256 / 2048 (all of them in experiments/catalogue):
+2,048 tokens, one seed; evaluated to 2,048 (16x) on the last 64 targets of 32 windows, under both nulls. 32 arms:
+49 minutes on 2 CPU cores. Expected, in bits per byte at 128 / 256 / 2048 (all of them in experiments/catalogue):
 
     none          3.29  3.39  3.47        transformer_xl  1.97  1.97  1.98        kerple_power  2.01  2.01  2.01
     sinusoidal    2.83  3.75  3.80        p_rope          2.02  3.63  5.22        fire          2.04  2.04  2.62

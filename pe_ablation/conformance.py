@@ -4,10 +4,11 @@ Each check measures how far an encoding is from keeping a promise of the interfa
 initial values, and says what is allowed. Whether the formula is the paper's no battery can tell: that takes an oracle.
 """
 
+import dataclasses
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,19 +17,28 @@ import numpy as np
 from flax import nnx
 
 from pe_ablation import attention, encodings
-from pe_ablation.attention import Mask, attend
+from pe_ablation.attention import Mask, attend, centred
+from pe_ablation.cache import Cache
 from pe_ablation.encodings import Encoding, Scores, Tokens
 from pe_ablation.model import GPTConfig, abstract
 
-H, D, M, L = 2, 8, 16, 16  # heads, head dim, model dim, training length
+H, D, M = 2, 8, 16  # heads, head dim, model dim
 B, T = 2, 7
+PAD = 9
+LONG = 2 * attention.BLOCK + PAD  # tokens: two blocks of queries and a part of a third
+L = LONG  # training length
+TEXT = 12  # tokens of a decoder's texts, of which there are as many
 V = 13
-REACH = 256  # tokens of the run in which parameters must get a gradient
 LAST = 2**31 - 1
+NARROW = 40  # a window
 ORDERED: Any = np.array([[0, 1, 2, 3, 4, 5, 6], [2, 3, 5, 8, 9, 14, 15]], np.int32)
-PADDED: Any = np.array([[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 1, 2, 3, 4]], np.int32)
-EXTREMES = np.array([[-(2**31), -1, 0, 1, 300, 2**30, LAST]] * B, np.int32)
+EXTREMES: Any = np.array([[-(2**31), -1, 0, 1, 300, 2**30, LAST]] * B, np.int32)
+PLAIN: Any = np.broadcast_to(np.arange(LONG, dtype=np.int32), (B, LONG))
+PADDED: Any = np.pad(PLAIN[:, :-PAD], [(0, 0), (PAD, PAD)], constant_values=-1)
+PADDED = np.stack([PADDED[0, PAD:], PADDED[1, :-PAD]])  # the first row on the right, the second on the left
+FAR = 64 * L - LONG
 SHIFTS = (1, 8, 300, 4097, 20_000)
+PIECES = ((5, *[1] * 7), (5, 4, 3), (1,) * TEXT)
 
 
 class Result(NamedTuple):
@@ -48,88 +58,107 @@ class Result(NamedTuple):
         return f"{verdict}  {self.name:<44} {self.found:.3g} (allowed {self.allowed:.3g})  {self.note}".rstrip()
 
 
+class Run(NamedTuple):
+    """Tokens that attend to themselves: q, k, v [B,LONG,H,D], the layer's input x [B,LONG,M], positions [B,LONG].
+
+    Keys and values lie in the slots of `order`; the gradients are those of the output times `cotangent`.
+    """
+
+    vectors: tuple[Any, ...]
+    cotangent: Any
+    pos: Any = PLAIN
+    order: Any = np.arange(LONG)
+    window: Any = LAST
+
+
 class Subject:
     """One encoding with its options, and the programs that several checks share."""
 
     def __init__(self, name: str, options: Mapping[str, Any] | None = None):
         self.name, self.options = name, dict(options or {})
         self.cls = encodings.find(name)
-        self.graph, self.parameters = self._drawn(L)
+        self.graph, self.like = nnx.split(nnx.eval_shape(self.build))
+        self.parameters = _random(self.like, f"{name.rpartition(':')[2]}{self.options}")
+        self.attended = jax.jit(functools.partial(self._attended, "dense"))
+        self.blockwise = jax.jit(jax.vmap(functools.partial(self._attended, "blockwise"), (0, None), axis_size=2))
+        self.scored = jax.jit(self._scored)
 
-    def _build(self, train_length: int) -> Encoding:
-        return encodings.make(
-            self.name,
-            num_heads=H,
-            head_dim=D,
-            model_dim=M,
-            train_length=train_length,
-            rngs=nnx.Rngs(0),
-            **self.options,
-        )
-
-    def _drawn(self, train_length: int) -> tuple[Any, Any]:
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: self._build(train_length)))
-        return graph, _random(abstract, self.name)
+    def build(self) -> Encoding:
+        sizes = {"num_heads": H, "head_dim": D, "model_dim": M, "train_length": L}
+        return encodings.make(self.name, **sizes, rngs=nnx.Rngs(0), **self.options)
 
     @functools.cached_property
     def encoding(self) -> Encoding:
         return nnx.merge(self.graph, self.parameters)
 
-    @functools.cached_property
-    def attended(self) -> Callable[..., Any]:
-        """Jitted (parameters, q, k, v, positions, window) -> output, gradients of all four under a fixed cotangent."""
-        return jax.jit(functools.partial(self._attended, "dense"))
+    def _attended(self, implementation: str, parameters: Any, run: Run) -> tuple[Any, Any]:
+        """The output, and gradients of the parameters and the four vectors. `blockwise` takes stacked parameters."""
+
+        def forward(parameters, vectors):
+            encoding, (*projected, x) = nnx.merge(self.graph, parameters), vectors
+            q, k, v = (encoding.embed(each.reshape(x.shape), run.pos).reshape(each.shape) for each in projected)
+            queries = Tokens(q, run.pos, _state(encoding, x, run.pos))
+            keys, values = jax.tree.map(lambda each: each[:, run.order], (queries._replace(vec=k), v))
+            return attend(encoding, queries, keys, values, mask=Mask(window=run.window), implementation=implementation)
+
+        out, pull = jax.vjp(forward, parameters, run.vectors)
+        return out, pull(run.cotangent)
 
     @functools.cached_property
-    def blockwise(self) -> Callable[..., Any]:
-        return jax.jit(functools.partial(self._attended, "blockwise"))
+    def padded(self) -> dict[int, tuple[Any, Any]]:
+        """By window, what several checks compare with."""
+        run = _padded(_run())
+        return {window: self.attended(self.parameters, run._replace(window=window)) for window in (LAST, NARROW)}
 
-    def _attended(self, implementation, parameters, q, k, v, query_positions, key_positions, window):
-        def forward(parameters, q, k, v):
-            encoding = nnx.merge(self.graph, parameters)
-            queries, keys = _with_state(encoding, q, query_positions), _with_state(encoding, k, key_positions)
-            return attend(encoding, queries, keys, v, mask=Mask(window=window), implementation=implementation)
+    def hooks(self, parameters: Any, vectors: Any, query: Any, key: Any) -> tuple[Any, Any]:
+        """(unmasked logits [B,H,T,S], what is added to the values), everything by the hooks alone.
 
-        out, pull = jax.vjp(forward, parameters, q, k, v)
-        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))
+        Of an encoding that is given all keys of a query, 0 for those that the query does not see.
+        """
+        encoding, (q, k, x, weights) = nnx.merge(self.graph, parameters), vectors
+        query, key = jnp.asarray(query), jnp.asarray(key)
+        q, k = (encoding.embed(each.reshape(x.shape), pos).reshape(each.shape) for each, pos in ((q, query), (k, key)))
+        sides = _side(encoding, q, x, query), _side(encoding, k, x, key)
+        shown = centred(query, key) if encoding.recentred else (query, key)
+        a = jnp.einsum("bthd,bshd->bhts", encoding.query(q, shown[0]), encoding.key(k, shown[1])) * D**-0.5
+        added = encoding.values(weights, *sides)
+        if encoding.scores is not Scores.ROW:
+            return encoding.logits(a, *sides), added
+        seen = Mask().tile(*sides)[:, None]
+        return jnp.where(seen, encoding.logits(jnp.where(seen, a, -jnp.inf), *sides), 0.0), added
 
-    def run(self, program: Any, q: Any, k: Any, v: Any, positions: Any, keys: Any = None, window: int = LAST) -> Any:
-        """`program` of this subject's parameters."""
-        keys = positions if keys is None else keys
-        return program(self.parameters, q, k, v, positions, keys, np.int32(window))
-
-    @functools.cached_property
-    def scored(self) -> Callable[..., Any]:
-        """Jitted (parameters, x, y [B,T,H,D], positions of both) -> unmasked logits [B,H,T,S], embed included."""
-
-        def score(parameters, x, y, query_positions, key_positions):
-            encoding = nnx.merge(self.graph, parameters)
-            q, k = (
-                encoding.embed(each.reshape(*each.shape[:2], M), pos).reshape(each.shape)
-                for each, pos in ((x, query_positions), (y, key_positions))
-            )
-            query, key = encoding.query(q, query_positions), encoding.key(k, key_positions)
-            a = jnp.einsum("bthd,bshd->bhts", query, key) * D**-0.5
-            sides = _with_state(encoding, q, query_positions), _with_state(encoding, k, key_positions)
-            return encoding.logits(a, *sides)
-
-        return jax.jit(score)
+    def _scored(self, parameters: Any, vectors: Any, query: Any, key: Any) -> tuple[Any, Any]:
+        """`hooks`, and gradients of the parameters and the vectors."""
+        out, pull = jax.vjp(lambda own, given: self.hooks(own, given, query, key), parameters, vectors)
+        return out, pull(jax.tree.map(jnp.cos, out))
 
     def gpt(self, **changes: Any) -> GPTConfig:
         base = {"vocab_size": V, "num_layers": 2, "num_heads": H, "model_dim": M, "train_length": L}
         return GPTConfig(**{**base, "encoding": self.name, "encoding_options": self.options, **changes})
 
     @functools.cached_property
-    def decoder(self) -> tuple[Any, Any, Callable[..., Any]]:
-        """Graph and parameters of a decoder of two layers, and jitted parameters, tokens -> logits."""
+    def decoder(self) -> tuple[Any, Any]:
+        """Graph and parameters of a decoder of two layers."""
         graph, like = nnx.split(abstract(self.gpt()))
-        return graph, _random(like, self.name), jax.jit(lambda p, tokens: nnx.merge(graph, p)(tokens))
+        return graph, _random(like, "decoder")
+
+    @functools.cached_property
+    def whole(self) -> Callable[..., Any]:
+        """Jitted parameters of the decoder, tokens -> logits."""
+        return jax.jit(lambda parameters, tokens: nnx.merge(self.decoder[0], parameters)(tokens))
+
+
+Check = Callable[[Subject], Iterator[Result]]
 
 
 def battery(name: str, options: Mapping[str, Any] | None = None) -> Iterator[Result]:
-    """Every check of one encoding, in the order of `CHECKS`; those that need what it lacks are left out."""
-    subject = Subject(name, options)
-    for check in CHECKS:
+    """Every check of one encoding, in the order of `CHECKS`."""
+    return results(Subject(name, options), CHECKS)
+
+
+def results(subject: Subject, checks: Sequence[Check]) -> Iterator[Result]:
+    """What some checks find; those that need what the encoding lacks are left out."""
+    for check in checks:
         try:
             yield from check(subject)
         except Exception as error:  # a hook that raises is a finding about the encoding, not about the battery
@@ -138,30 +167,51 @@ def battery(name: str, options: Mapping[str, Any] | None = None) -> Iterator[Res
 
 
 def _shapes_and_dtypes(subject: Subject) -> Iterator[Result]:
-    encoding, wrong = subject.encoding, []
-    for dtype in (jnp.float32, jnp.bfloat16):
-        q, k, _ = (x.astype(dtype) for x in _vectors(1))
-        query, key = encoding.query(q, ORDERED), encoding.key(k, ORDERED)
-        wrong += [] if query.dtype == key.dtype == dtype else [f"query and key of {dtype.__name__}: {query.dtype}"]
-        wrong += [] if query.shape == key.shape and query.shape[:3] == q.shape[:3] else [f"query {query.shape}"]
-        x = q.reshape(B, T, M)
-        embedded = encoding.embed(x, PADDED)
-        wrong += [] if embedded.dtype == dtype and embedded.shape == x.shape else [f"embed {embedded.dtype}"]
-        wrong += [] if bool((embedded[1, :2] == x[1, :2]).all()) else ["embed adds to an empty slot"]
-        queries, keys = _with_state(encoding, q, ORDERED), _with_state(encoding, k, ORDERED)
-        logits = encoding.logits(jnp.zeros((B, H, T, T)), queries, keys)
-        wrong += [] if logits.dtype == jnp.float32 and logits.shape == (B, H, T, T) else [f"logits {logits.dtype}"]
-        added = encoding.values(jnp.ones((B, H, T, T)), queries, keys)
-        wrong += [] if added is None or added.shape == (B, T, H, D) else [f"values {added.shape}"]
+    wrong = [each for dtype in (jnp.float32, jnp.bfloat16) for each in _wrong_hooks(subject.encoding, jnp.dtype(dtype))]
     yield Result("shapes and dtypes, float32 and bfloat16", len(wrong), 0, "; ".join(wrong))
+    if subject.encoding.overrides("embed"):
+        x, pos = np.ones((B, 3, M), np.float32), np.array([[-1, 0, 1], [-1, -1, 0]])
+        added = np.asarray(subject.encoding.embed(jnp.asarray(x), jnp.asarray(pos)))[pos < 0] - 1
+        yield Result("nothing is added to an empty slot", float(np.abs(added).max()), 0)
+
+
+def _wrong_hooks(encoding: Encoding, dtype: np.dtype) -> Iterator[str]:
+    """What hooks give that is not what the interface says, from their shapes alone."""
+
+    def hooks(vec, x, a, pos):
+        side = Tokens(vec, pos, _state(encoding, x, pos))
+        found = {"query": encoding.query(vec, pos), "key": encoding.key(vec, pos), "embed": encoding.embed(x, pos)}
+        kept = dict(zip(("state", "carry"), encoding.state(x, pos, None) or (), strict=False))
+        added = encoding.values(a, side, side)
+        return found | kept | {"logits": encoding.logits(a, side, side)} | ({} if added is None else {"values": added})
+
+    scores = (B, H, T, T)
+    given = [((B, T, H, D), dtype), ((B, T, M), dtype), (scores, jnp.float32), ((B, T), jnp.int32)]
+    found = jax.eval_shape(hooks, *(jax.ShapeDtypeStruct(*each) for each in given))
+    width = {name: each.shape[-1] for name, each in found.items()}
+    shapes = {"query": (B, T, H, width["query"]), "key": (B, T, H, width["query"]), "embed": (B, T, M)}
+    shapes |= {"state": (B, T, H, width.get("state")), "carry": (B, H, width.get("carry"))}
+    shapes |= {"logits": scores, "values": (B, T, H, D)}
+    for name, each in found.items():
+        if each.shape != shapes[name] or each.dtype != (dtype if name in ("query", "key", "embed") else jnp.float32):
+            yield f"{name} of {dtype}: {each.dtype}{list(each.shape)}"
 
 
 def _parameter_count(subject: Subject) -> Iterator[Result]:
-    if "about" not in vars(subject.cls):
-        return
-    count = sum(leaf.size for leaf in jax.tree.leaves(subject.parameters))
-    expected = _stated(subject.name, subject.options)
-    yield Result("as many parameters as its card says", abs(count - expected), 0, f"{count}, card {expected}")
+    """As many as stated; those that are one per layer are there."""
+    paths = ["/".join(map(str, path)) + "/" for path, _ in nnx.to_flat_state(subject.like)]
+    unknown = [name for name in subject.encoding.per_layer if not _there(subject.encoding, name, paths)]
+    yield Result("what is one per layer is there", len(unknown), 0, ", ".join(unknown))
+    if "about" in vars(subject.cls):
+        count = sum(leaf.size for leaf in jax.tree.leaves(subject.like))
+        expected = _stated(subject.name, subject.options)
+        yield Result("as many parameters as its card says", abs(count - expected), 0, f"{count}, card {expected}")
+
+
+def _there(encoding: Encoding, name: str, paths: list[str]) -> bool:
+    """Whether a name of `per_layer` stands for parameters, or for those that other options would give."""
+    found = functools.reduce(lambda part, each: getattr(part, each, ""), name.split("/"), encoding)
+    return any(path.startswith(f"{name}/") for path in paths) or found is None or isinstance(found, Encoding)
 
 
 def _stated(name: str, options: Mapping[str, Any]) -> float:
@@ -173,212 +223,215 @@ def _stated(name: str, options: Mapping[str, Any]) -> float:
 
 
 def _jit_equals_eager(subject: Subject) -> Iterator[Result]:
-    q, k, v = _vectors(2)
-    encoding = subject.encoding
-    queries, keys = _with_state(encoding, q, ORDERED), _with_state(encoding, k, ORDERED)
-    eager = attend(encoding, queries, keys, v, mask=Mask(window=LAST), implementation="dense")
-    yield Result("jit equals eager", _apart(subject.run(subject.attended, q, k, v, ORDERED)[0], eager), 1e-5)
+    asked = subject.parameters, _few(), ORDERED, ORDERED
+    yield Result("jit equals eager", _apart(subject.scored(*asked)[0], subject.hooks(*asked)), 2e-6)
 
 
-def _blockwise_equals_dense(subject: Subject) -> Iterator[Result]:
-    """More queries than a block holds, a window and padding: values, input and parameter gradients."""
-    length = attention.BLOCK + 9
-    q, k, v = _vectors(3, length)
-    padded = np.stack([np.arange(length), np.maximum(np.arange(length) - 4, -1)]).astype(np.int32)
-    dense, blockwise = (subject.run(each, q, k, v, padded, window=40) for each in (subject.attended, subject.blockwise))
-    yield Result("blockwise equals dense, values and gradients", _apart(blockwise, dense), 2e-5)
-
-
-def _empty_slots(subject: Subject) -> Iterator[Result]:
-    vectors = _vectors(4)
-    empty = (PADDED < 0)[..., None, None]
-    clean, poisoned = (subject.run(subject.attended, *_filled(vectors, empty, value), PADDED) for value in (0.0, 1e3))
-    yield Result("what empty slots hold reaches nothing", _apart(poisoned, clean), 1e-6)
-
-
-def _filled(vectors: list[jax.Array], where: np.ndarray, value: float) -> tuple[Any, Any, Any]:
-    q, k, v = (jnp.where(where, value, x) for x in vectors)
-    return q, k, v
-
-
-def _key_order(subject: Subject) -> Iterator[Result]:
-    q, k, v = _vectors(5)
-    order = np.array([3, 0, 6, 2, 5, 1, 4])
-    if subject.encoding.state(jnp.zeros((B, T, M)), ORDERED, None) is not None:
-        return  # states are made of tokens in time order
-    plain, _ = subject.run(subject.attended, q, k, v, ORDERED)
-    mixed, _ = subject.run(subject.attended, q, k[:, order], v[:, order], ORDERED, ORDERED[:, order])
-    yield Result("the order of slots doesn't matter", _apart(mixed, plain), 1e-5)
+def _scores(subject: Subject) -> Iterator[Result]:
+    encoding, (q, k, x, _) = subject.encoding, _few()
+    a, b = (jnp.asarray(_numbers(seed, B, H, T, T)) for seed in (9, 10))
+    sides = _side(encoding, q, x, ORDERED), _side(encoding, k, x, ORDERED)
+    others = _side(encoding, k, 2 * x, ORDERED), _side(encoding, q, 2 * x, ORDERED)
+    out = encoding.logits(a, *sides)
+    added, by_content = _largest(out - a), _largest(out - encoding.logits(a, *others))
+    by_scores = _apart(out - a, encoding.logits(b, *sides) - b)
+    name, said = "logits do what scores says", f"{encoding.scores.name}: {encoding.scores.value}"
+    if encoding.scores is Scores.NONE:
+        yield Result(name, added, 0, said)
+    elif encoding.scores is Scores.BIAS:
+        yield Result(name, by_scores if by_content == 0 else np.inf, 5e-6, said)
+        yield _at_least("a bias is added", added, 1e-3)
+    elif encoding.scores is Scores.CONTENT:
+        yield _at_least(name, max(by_content, by_scores), 1e-3, said)
+    else:
+        moved = np.abs(np.asarray(encoding.logits(a.at[..., 3].add(1.0), *sides) - out)).max(axis=(0, 1, 2))
+        yield _at_least(name, float(moved[:3].min()), 1e-4, said)
+        yield Result("a key moves none behind it", float(moved[4:].max()), 0)
 
 
 def _shift_invariance(subject: Subject) -> Iterator[Result]:
     """Claimed: shifted positions change no seen logit, but for the rounding of angles. Denied: a shift shows."""
-    x, y, _ = _vectors(6)
     place = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, H, T, T))
-    run = functools.partial(subject.scored, subject.parameters, x, y)
-    base = np.asarray(run(place, place))[seen]
-    if not subject.encoding.shift_invariant:
-        moved = np.abs(np.asarray(run(place + 8, place + 8))[seen] - base).max()
-        yield Result("not shift invariant, as it says", 1e-3 / max(float(moved), 1e-30), 1, f"moved by {moved:.2g}")
+
+    def logits(shift):
+        return np.asarray(subject.scored(subject.parameters, _few(), place + shift, place + shift)[0][0])[seen]
+
+    encoding, base = subject.encoding, logits(0)
+    if not encoding.shift_invariant:
+        moved = _largest(logits(8 if encoding.max_position else SHIFTS[-1]) - base)
+        yield _at_least("not shift invariant, as it says", moved, 1e-2)
         return
-    worst = max(
-        np.abs(np.asarray(run(place + shift, place + shift))[seen] - base).max() / (1e-5 + 2e-7 * shift)
-        for shift in SHIFTS
-    )
-    yield Result(f"shift invariant to {SHIFTS[-1]:,}, as it says", float(worst), 2, "in units of 1e-5 + 2e-7 p")
-
-
-def _scores(subject: Subject) -> Iterator[Result]:
-    encoding = subject.encoding
-    q, k, _ = _vectors(7)
-    other_q, other_k, _ = _vectors(8)
-    a, b = (jnp.asarray(np.random.default_rng(seed).standard_normal((B, H, T, T)), jnp.float32) for seed in (9, 10))
-    sides = _with_state(encoding, q, ORDERED), _with_state(encoding, k, ORDERED)
-    others = _with_state(encoding, other_q, ORDERED), _with_state(encoding, other_k, ORDERED)
-    out = encoding.logits(a, *sides)
-    by_content = _apart(out, encoding.logits(a, *others))
-    by_scores = _apart(out - a, encoding.logits(b, *sides) - b)
-    said = f"{encoding.scores.name}: {encoding.scores.value}"
-    if encoding.scores is Scores.NONE:
-        yield Result("logits do what scores says", _apart(out, a), 0, said)
-    elif encoding.scores is Scores.BIAS:
-        yield Result("logits do what scores says", max(by_content, by_scores), 1e-5, said)
-    else:
-        moved = max(by_content, by_scores)
-        yield Result("logits do what scores says", 1e-4 / max(moved, 1e-30), 1, f"{said}; moved by {moved:.2g}")
+    rounded = 2e-7 if any(encoding.overrides(hook) for hook in ("embed", "query", "key")) else 0.0
+    allowed = {shift: 2e-5 + rounded * shift + 1e-5 * np.abs(base) for shift in SHIFTS}
+    worst = max(_largest((logits(shift) - base) / each) for shift, each in allowed.items())
+    yield Result(f"shift invariant to {SHIFTS[-1]:,}, as it says", worst, 1, "in units of float32's rounding")
 
 
 def _finite(subject: Subject) -> Iterator[Result]:
-    encoding = subject.encoding
-    last = encoding.max_position
+    last = subject.encoding.max_position
     positions = EXTREMES if last is None else np.minimum(EXTREMES, last - 1)
-    x, y, v = _vectors(11)
-
-    def total(parameters, x, y):
-        out = subject.scored(parameters, x, y, positions, positions)
-        return jnp.sum(jnp.sin(out)), out
-
-    (_, out), gradients = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(subject.parameters, x, y)
-    yield Result("finite for every pair of int32 positions", _not_finite((out, gradients)), 0, "values and gradients")
+    found = subject.scored(subject.parameters, _few(), positions, positions)
+    yield Result("finite for every pair of int32 positions", _not_finite(found), 0, "values and gradients")
     if last is None:
-        far = ORDERED + 64 * L - T
-        yield Result(
-            "finite at 64 times the training length", _not_finite(subject.run(subject.attended, x, y, v, far)), 0
-        )
+        far = subject.attended(subject.parameters, _run()._replace(pos=PLAIN + FAR))
+        yield Result("finite at 64 times the training length", _not_finite(far), 0, "values and gradients")
         return
-    past = encoding.embed(jnp.zeros((1, 2, M)), jnp.array([[last - 1, last]]))
-    wrong = not bool(jnp.isfinite(past[0, 0]).all() & jnp.isnan(past[0, 1]).all())
+    past = np.asarray(subject.encoding.embed(jnp.zeros((1, 2, M)), jnp.array([[last - 1, last]])))
+    wrong = not (np.isfinite(past[0, 0]).all() and np.isnan(past[0, 1]).all())
     yield Result("NaN past its positions, never a repeated row", int(wrong), 0, f"{last} positions")
 
 
-def _decoding(subject: Subject) -> Iterator[Result]:
-    """Prefill 5 and 7 single steps, 5 + 4 + 3, 12 single steps: the logits of the whole."""
-    graph, parameters, whole = subject.decoder
-    tokens = _ids(12)
-    expected = whole(parameters, tokens)
-    step = jax.jit(lambda p, *rest: nnx.merge(graph, p).decode(*rest))
-    worst = 0.0
-    for sizes in ((5, *[1] * 7), (5, 4, 3), (1,) * 12):
-        cache, found, at = nnx.merge(graph, parameters).cache(B, 16), [], 0
-        for size in sizes:
-            places = np.broadcast_to(np.arange(at, at + size, dtype=np.int32), (B, size))
-            logits, cache = step(parameters, tokens[:, at : at + size], places, cache)
-            found.append(logits)
-            at += size
-        worst = max(worst, _apart(jnp.concatenate(found, axis=1), expected))
-    yield Result("a token at a time gives the whole", worst, 1e-4)
-
-
-def _causality(subject: Subject) -> Iterator[Result]:
-    graph, parameters, _ = subject.decoder
-    tokens = jnp.arange(T)[None] + 1
-
-    def logit(parameters, place):
-        return nnx.merge(graph, parameters)(tokens)[0, place, 0]
-
-    gradient = jax.jit(jax.grad(logit))
-    leaks = [jnp.abs(gradient(parameters, place)["embedding"][...][place + 2 : T + 1]).max() for place in range(T - 1)]
-    yield Result("no token depends on a later one", float(max(leaks)), 0)
-
-
-def _seeds(subject: Subject) -> Iterator[Result]:
-    graph, parameters, whole = subject.decoder
-    other = _random(parameters, "another seed")
-    tokens = _ids(T)
-    stacked = jax.tree.map(lambda *each: jnp.stack(each), parameters, other)
-    batched = jax.jit(jax.vmap(lambda p: nnx.merge(graph, p)(tokens)))(stacked)
+def _blockwise_and_seeds(subject: Subject) -> Iterator[Result]:
+    """Two seeds under one vmap and in blocks, against each of them alone and dense; padding, and a window."""
+    seeds = subject.parameters, _random(subject.like, "another seed")
+    stacked = jax.tree.map(lambda *each: np.stack(each), *seeds)
+    run, wanted = _padded(_run()), subject.padded
+    found = {window: subject.blockwise(stacked, run._replace(window=window)) for window in wanted}
+    one, other = (jax.tree.map(lambda x, seed=seed: x[seed], jax.device_get(found)) for seed in (0, 1))
     yield Result(
-        "vmapped seeds equal a loop", _apart(batched, jnp.stack([whole(p, tokens) for p in (parameters, other)])), 1e-5
+        "blockwise equals dense, values and gradients", max(_off(one[each], wanted[each]) for each in wanted), 1e-5
     )
+    yield Result("vmapped seeds equal a loop", _off(other[LAST], subject.attended(seeds[1], run)), 1e-5)
 
 
-def _sharing(subject: Subject) -> Iterator[Result]:
-    """One encoding for each layer, with copies of the shared parameters, is the shared one."""
-    config = subject.gpt()
-    if subject.encoding.overrides("embed") or not jax.tree.leaves(subject.parameters):
-        return
-    shared, own = (GPTConfig(**{**vars(config), "sharing": each}) for each in ("all", "none"))
-    graphs = {}
-    for each in (shared, own):
-        graphs[each.sharing] = nnx.split(abstract(each))
-    parameters = _random(graphs["all"][1], subject.name)
-    copied = jax.tree.map(
-        lambda leaf, like: jnp.stack([leaf] * 2) if leaf.shape != like.shape else leaf, parameters, graphs["none"][1]
-    )
-    tokens = _ids(T)
-    one, two = (
-        jax.jit(lambda p, graph=graphs[name][0]: nnx.merge(graph, p)(tokens))(values)
-        for name, values in (("all", parameters), ("none", copied))
-    )
-    yield Result("per layer equals shared on copied parameters", _apart(two, one), 1e-5)
+def _low_precision(subject: Subject) -> Iterator[Result]:
+    """Numbers that bfloat16 holds, computed in it and in float32, at positions that it does not hold."""
+    far = 0 if subject.encoding.max_position else FAR
+    run = _padded(_run())._replace(pos=np.where(PADDED < 0, PADDED, PADDED + far))
+    vectors, cotangent = jax.tree.map(lambda each: each.astype(jnp.bfloat16), (run.vectors, run.cotangent))
+    found = subject.attended(subject.parameters, run._replace(vectors=vectors, cotangent=cotangent))
+    kept = {each.dtype for each in (found[0], *found[1][1])} == {jnp.dtype(jnp.bfloat16)}
+    apart = _apart(found, subject.attended(subject.parameters, run)) if kept else np.inf
+    yield Result("bfloat16 costs precision alone", apart, 4e-2, "values and gradients")
+
+
+def _padding(subject: Subject) -> Iterator[Result]:
+    """A row padded on the right and one padded on the left, against the same tokens with others behind them."""
+    worst, filled = 0.0, 0.0
+    cotangent = np.where(_like(PLAIN < LONG - PAD, _run().cotangent), _run().cotangent, 0)
+    for window, (out, (parameters, vectors)) in subject.padded.items():
+        run = _run()._replace(window=window, cotangent=cotangent)
+        plain, (expected, gradients) = subject.attended(subject.parameters, run)
+        found = _unpadded(out), (parameters, [_unpadded(each) for each in vectors])
+        wanted = jax.device_get(plain)[:, :-PAD], (expected, [each[:, :-PAD] for each in jax.device_get(gradients)])
+        worst = max(worst, _off(found, wanted))
+        filled = max(filled, _largest(np.asarray(out)[PADDED < 0]))
+    yield Result("padding changes no value and no gradient", worst, 1e-5)
+    yield Result("an empty slot's output is 0", filled, 0)
+
+
+def _empty_slots(subject: Subject) -> Iterator[Result]:
+    """NaN in the vectors of empty slots, and large numbers in their inputs."""
+    found = subject.attended(subject.parameters, _padded(_run(), np.nan, 1e3))
+    yield Result("what empty slots hold reaches nothing", _apart(found, subject.padded[LAST]), 0)
+    into = max(_largest(np.asarray(each)[PADDED < 0]) for each in found[1][1])
+    yield Result("no gradient reaches an empty slot", into, 0)
+
+
+def _key_order(subject: Subject) -> Iterator[Result]:
+    order = np.random.default_rng(5).permutation(LONG)
+    mixed = subject.attended(subject.parameters, _padded(_run())._replace(order=order))
+    yield Result("the order of keys is that of positions", _off(mixed, subject.padded[LAST]), 1e-5)
 
 
 def _gradients(subject: Subject) -> Iterator[Result]:
-    """An entry without a gradient over 256 tokens is one that no logit there depends on."""
-    config = subject.gpt(num_layers=1, train_length=REACH)
-    graph, like = nnx.split(abstract(config))
-    parameters = _random(like, subject.name)
-    own = {path: leaf[...] for path, leaf in nnx.to_flat_state(parameters) if path[0] == "encodings"}
-    if not own:
+    """At the start of training. Entries without a gradient are such that a step of 0.001 changes nothing."""
+    if not jax.tree.leaves(subject.like):
         return
-    tokens = jnp.asarray(np.random.default_rng(12).integers(0, V, (1, REACH)), jnp.int32)
-    total = jax.jit(lambda p: jnp.sum(jnp.sin(3.0 * nnx.merge(graph, p)(tokens))))
-    found = {path: leaf[...] for path, leaf in nnx.to_flat_state(jax.jit(jax.grad(total))(parameters))}
-    dead, moved = [], 0.0
-    base = total(parameters)
-    for path, gradient in found.items():
-        if path[0] != "encodings":
-            continue
-        rows = (
-            jnp.abs(gradient).reshape(gradient.shape[0], -1).max(axis=-1) if gradient.ndim else jnp.abs(gradient)[None]
-        )
-        none = np.asarray(rows <= 1e-6 * jnp.abs(gradient).max())
-        dead += [".".join(map(str, path))] * bool(none.all())
-        if none.any() and not none.all():
-            change = none.reshape(-1, *[1] * (gradient.ndim - 1))
-            other = _with(parameters, path, jnp.where(change, own[path] + 1.0, own[path]))
-            moved = max(moved, abs(float(total(other) - base)))
-    yield Result("every parameter gets a gradient in 256 tokens", len(dead), 0, ", ".join(dead))
-    yield Result("rows without a gradient are not read", moved, 1e-4)
+    initial = jax.tree.unflatten(jax.tree.structure(subject.like), jax.tree.leaves(nnx.split(subject.build())[1]))
+    out, (gradients, _) = subject.attended(initial, _run())
+    none = jax.tree.map(lambda each: np.abs(each) <= 1e-6 * np.abs(each).max(), jax.device_get(gradients))
+    flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(none)}
+    dead = [name for name, each in flat.items() if each.all()]
+    yield Result(f"every parameter gets a gradient in {LONG} tokens", len(dead), 0, ", ".join(dead))
+    if any(each.any() for each in flat.values()):
+        moved = jax.tree.map(lambda value, each: np.where(each, value + 1e-3, value), jax.device_get(initial), none)
+        apart = _largest(subject.attended(moved, _run())[0] - out)
+        yield Result("entries without a gradient are not read", apart, 1e-6)
 
 
-CHECKS: tuple[Callable[[Subject], Iterator[Result]], ...] = (
+def _decoding(subject: Subject) -> Iterator[Result]:
+    """Prefill 5 and 7 single steps, 5 + 4 + 3, 12 single steps: the logits of the whole, whatever is in empty slots.
+
+    Pieces of several tokens have room for as many as the longest: two programs do for all.
+    """
+    graph, parameters = subject.decoder
+    tokens, places = _texts(), np.broadcast_to(np.arange(TEXT, dtype=np.int32), (TEXT, TEXT))
+    step = jax.jit(lambda parameters, *rest: nnx.merge(graph, parameters).decode(*rest))
+    empty = _poisoned(nnx.merge(graph, parameters).cache(TEXT, TEXT + PIECES[0][0]))
+
+    def read(sizes):
+        cache = empty
+        for size, start in zip(sizes, np.cumsum((0, *sizes)), strict=False):
+            room = [(0, 0), (0, 0 if size == 1 else PIECES[0][0] - size)]
+            piece = slice(start, start + size)
+            padded = np.pad(tokens[:, piece], room), np.pad(places[:, piece], room, constant_values=-1)
+            logits, cache = step(parameters, *padded, cache)
+            yield np.asarray(logits)[:, :size]
+
+    expected = subject.whole(parameters, tokens)
+    worst = max(_apart(np.concatenate(list(read(sizes)), axis=1), expected) for sizes in PIECES)
+    yield Result("a token at a time gives the whole", worst, 2e-5)
+
+
+def _poisoned(cache: Cache) -> Cache:
+    """An empty cache with NaN in its slots."""
+    layers = [jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), each) for each in cache.layers]
+    kept = [layer._replace(carry=each.carry) for layer, each in zip(layers, cache.layers, strict=True)]
+    return dataclasses.replace(cache, layers=tuple(kept))
+
+
+def _causality(subject: Subject) -> Iterator[Result]:
+    """Row t of two batches has the same tokens up to t and others from there on."""
+    parameters, tokens = subject.decoder[1], _texts()
+    same = np.tril(np.ones((TEXT, TEXT), bool))
+    plain, changed = (subject.whole(parameters, each) for each in (tokens, np.where(same, tokens, (tokens + 5) % V)))
+    yield Result("no token depends on a later one", _largest((np.asarray(changed) - np.asarray(plain))[same]), 0)
+
+
+def _sharing(subject: Subject) -> Iterator[Result]:
+    """With the same values in every layer it does not matter which of them are stored once."""
+    if subject.encoding.overrides("embed") or not jax.tree.leaves(subject.like):
+        return
+    paper, tokens = subject.decoder[1], _texts()
+    others = {sharing: nnx.split(abstract(subject.gpt(sharing=sharing))) for sharing in ("all", "none")}
+    once = _fitted(paper, others["all"][1])
+    graph, like = others["all" if _sizes(paper) == _sizes(others["none"][1]) else "none"]
+    found = jax.jit(lambda parameters: nnx.merge(graph, parameters)(tokens))(_fitted(once, like))
+    wanted = subject.whole(_fitted(once, paper), tokens)
+    yield Result("per layer equals shared on copied parameters", _apart(found, wanted), 1e-5)
+
+
+def _fitted(parameters: Any, like: Any) -> Any:
+    """The parameters as `like` stores them: one copy a layer, or those of the first layer."""
+
+    def fit(leaf, like):
+        return leaf if leaf.ndim == like.ndim else np.stack([leaf] * 2) if leaf.ndim < like.ndim else leaf[0]
+
+    return jax.tree.map(fit, jax.device_get(parameters), like)
+
+
+def _sizes(tree: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+ALONE: tuple[Check, ...] = (
     _shapes_and_dtypes,
     _parameter_count,
     _jit_equals_eager,
-    _blockwise_equals_dense,
+    _scores,
+    _shift_invariance,
+    _finite,
+    _blockwise_and_seeds,
+    _low_precision,
+    _padding,
     _empty_slots,
     _key_order,
-    _shift_invariance,
-    _scores,
-    _finite,
-    _decoding,
-    _causality,
-    _seeds,
-    _sharing,
     _gradients,
 )
+IN_A_DECODER: tuple[Check, ...] = (_decoding, _causality, _sharing)
+CHECKS = ALONE + IN_A_DECODER
 
 
 def _random(abstract: Any, name: str) -> Any:
@@ -391,35 +444,81 @@ def _random(abstract: Any, name: str) -> Any:
     return jax.tree.unflatten(jax.tree.structure(abstract), [jnp.asarray(leaf, jnp.float32) for leaf in leaves])
 
 
-def _with(parameters: Any, path: tuple, value: jax.Array) -> Any:
-    """`parameters` with another value at one path."""
-    leaves = [value if each == path else leaf[...] for each, leaf in nnx.to_flat_state(parameters)]
-    return jax.tree.unflatten(jax.tree.structure(parameters), leaves)
+def _numbers(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    """float32, normal; bfloat16 holds them too."""
+    drawn = scale * np.random.default_rng(seed).standard_normal(shape)
+    return drawn.astype(jnp.bfloat16).astype(np.float32)
 
 
-def _vectors(seed: int, length: int = T) -> list[jax.Array]:
-    """q, k, v float32 [B,length,H,D]; |q| |k| is about sqrt(D)."""
-    draw = np.random.default_rng(seed).standard_normal
-    return [jnp.asarray(scale * draw((B, length, H, D)), jnp.float32) for scale in (0.6, 0.6, 1.0)]
+def _run() -> Run:
+    """|q| |k| is about sqrt(D)."""
+    vectors = (_numbers(seed, B, LONG, H, D, scale=scale) for seed, scale in enumerate((0.6, 0.6, 1.0)))
+    return Run((*vectors, _numbers(3, B, LONG, M)), _numbers(4, B, LONG, H, D))
 
 
-def _ids(length: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(13).integers(0, V, (B, length)), jnp.int32)
+def _few() -> tuple[jax.Array, ...]:
+    """q, k [B,T,H,D], x [B,T,M] and weights [B,H,T,T]."""
+    shapes = ((0.6, T, H, D), (0.6, T, H, D), (1.0, T, M), (1.0, H, T, T))
+    return tuple(jnp.asarray(_numbers(seed, B, *shape, scale=scale)) for seed, (scale, *shape) in enumerate(shapes))
 
 
-def _with_state(encoding: Encoding, vec: jax.Array, pos: Any) -> Tokens:
-    """Tokens with the state that an encoding makes of them, taken as the block's input."""
-    pos = jnp.asarray(pos)
-    found = encoding.state(vec.reshape(*vec.shape[:2], M), pos, None)
-    return Tokens(vec, pos, None if found is None else found[0])
+def _texts() -> Any:
+    """Tokens [TEXT,TEXT]."""
+    return np.random.default_rng(13).integers(0, V, (TEXT, TEXT)).astype(np.int32)
+
+
+def _padded(run: Run, fill: float = 0.0, inputs: float = 0.0) -> Run:
+    """All but the last PAD tokens at the places of PADDED; what empty slots hold of q, k, v and of x."""
+
+    def moved(each, fill):
+        return np.where(_like(PADDED < 0, each), np.float32(fill), np.stack([each[0], np.roll(each[1], PAD, axis=0)]))
+
+    fills = (fill, fill, fill, inputs)
+    vectors = tuple(moved(each, into) for each, into in zip(run.vectors, fills, strict=True))
+    return run._replace(vectors=vectors, pos=PADDED, cotangent=moved(run.cotangent, 0.0))
+
+
+def _unpadded(x: jax.Array) -> np.ndarray:
+    """The tokens of what came of a padded run."""
+    return np.stack([np.asarray(x)[0, :-PAD], np.asarray(x)[1, PAD:]])
+
+
+def _like(where: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return where.reshape(*where.shape, *[1] * (x.ndim - 2))
+
+
+def _state(encoding: Encoding, x: jax.Array, pos: jax.Array) -> jax.Array | None:
+    found = encoding.state(x, pos, None)
+    return None if found is None else found[0]
+
+
+def _side(encoding: Encoding, vec: jax.Array, x: jax.Array, pos: Any) -> Tokens:
+    """Tokens with the state that an encoding makes of the layer's input x."""
+    return Tokens(vec, jnp.asarray(pos), _state(encoding, x, jnp.asarray(pos)))
+
+
+def _largest(x: Any) -> float:
+    return float(np.abs(np.asarray(x, np.float32)).max())
+
+
+def _at_least(name: str, found: float, wanted: float, note: str = "") -> Result:
+    """A check of something that has to show."""
+    return Result(name, wanted / max(found, 1e-30), 1, f"{note}; {found:.2g}".strip("; "))
 
 
 def _apart(found: Any, wanted: Any) -> float:
     """The largest difference of two trees, relative to the largest entry of each leaf, or 1; infinite for NaN."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    gaps = [float(jnp.abs(a - b).max() / jnp.maximum(1.0, jnp.abs(b).max())) for a, b in pairs]
-    return max(np.inf if np.isnan(gap) else gap for gap in gaps)
+    arrays = ([np.asarray(each, np.float32) for each in pair] for pair in pairs)
+    gaps = [float(np.abs(a - b).max() / max(1.0, np.abs(b).max())) for a, b in arrays]
+    return max((np.inf if np.isnan(gap) else gap for gap in gaps), default=0.0)
+
+
+def _off(found: Any, wanted: Any) -> float:
+    """Two results of attention; gradients of parameters, whose sums over all pairs of tokens cancel, count a tenth."""
+    (out, (parameters, vectors)), (expected, (theirs, gradients)) = found, wanted
+    return max(_apart((out, vectors), (expected, gradients)), 0.1 * _apart(parameters, theirs))
 
 
 def _not_finite(tree: Any) -> int:
-    return sum(int((~jnp.isfinite(leaf)).sum()) for leaf in jax.tree.leaves(tree))
+    return sum(int((~np.isfinite(np.asarray(leaf))).sum()) for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""One token at a time equals the whole sequence, for every encoding and pattern; what a cache refuses and forgets."""
+"""One token at a time equals the whole sequence, for patterns of encodings; what a cache refuses and forgets."""
 
 import dataclasses
 import functools
@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from tiny_models import TINY, forward, ids, perturbed, tiny
 
-from pe_ablation import encodings
 from pe_ablation.cache import Cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "rolled_layers")
@@ -71,16 +70,7 @@ def check(config):
         close(jnp.concatenate(found, axis=1), expected)
 
 
-@pytest.mark.parametrize("name", encodings.names())
-def test_any_division_into_pieces_gives_the_logits_of_the_whole(name):
-    check(tiny(encoding=name))
-
-
-def test_so_do_those_of_a_clamped_distance():
-    check(tiny(encoding="transformer_xl", encoding_options={"clamp": 5}))
-
-
-def test_so_does_a_sum_of_two_with_states_and_values():
+def test_any_division_of_a_sum_with_states_and_values_gives_the_logits_of_the_whole():
     inner = {"first": "shaw", "second": "fox"}
     check(tiny(encoding="sum", encoding_options={"first": "fox", "second": "sum", "second_options": inner}))
 

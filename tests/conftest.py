@@ -8,6 +8,12 @@ import pytest
 
 os.environ["WANDB_MODE"] = "disabled"  # here and in what tests start; those of the mirror ask for it
 
+# Nearly all time goes into compiling and tracing: XLA's plain emitter and one piece of code a program take a quarter of
+# the time that the usual ones take, here and in what tests start; and tracing makes objects by the million.
+QUICK = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK)).strip()
+gc.set_threshold(100_000, 50, 50)
+
 FLAG = "jax_disable_most_optimizations"
 
 

@@ -1,7 +1,5 @@
 """Shaw, CoPE and FoX: what each is without its own parameters, hand-made values, and long texts in float32."""
 
-import functools
-
 import encodings_oracle as oracle
 import jax
 import jax.numpy as jnp
@@ -197,36 +195,3 @@ def test_fox_starts_at_its_bias():
     encoding = build("fox", bias=5.0)
     np.testing.assert_array_equal(encoding.bias[...], 5.0)
     assert 0.01 < float(encoding.gate[...].std()) < 0.03
-
-
-# What training reaches
-
-
-@pytest.mark.parametrize("name", ["shaw", "cope", "fox"])
-def test_every_parameter_gets_a_gradient_at_256(name):
-    """Rows of CoPE past the sum of the gates get none; its 17 are within it."""
-    graph, parameters = nnx.split(build(name))
-
-    def loss(parameters):
-        return jnp.sum(jnp.sin(attended(nnx.merge(graph, parameters), 256)))
-
-    gradients = jax.jit(jax.grad(loss))(parameters)
-    for _, gradient in nnx.to_flat_state(gradients):
-        magnitude = np.abs(np.asarray(gradient[...])).reshape(gradient.shape[0], -1)
-        assert magnitude.max(axis=1).min() > 1e-6
-
-
-@pytest.mark.parametrize("name", ["shaw", "cope", "fox"])
-def test_stacked_parameters_are_a_loop(name):
-    """Seeds train under one vmap."""
-    graph, parameters = nnx.split(build(name))
-    several = jax.tree.map(lambda p: 0.3 * draw(p.size, 3, *p.shape), parameters)
-
-    @functools.partial(jax.grad, argnums=0)
-    def gradient(parameters):
-        return jnp.sum(jnp.sin(attended(nnx.merge(graph, parameters))))
-
-    together = jax.jit(jax.vmap(gradient))(several)
-    for n in range(3):
-        alone = jax.jit(gradient)(jax.tree.map(lambda p, n=n: p[n], several))
-        jax.tree.map(lambda a, b, n=n: np.testing.assert_allclose(a[n], b, rtol=1e-4, atol=1e-5), together, alone)

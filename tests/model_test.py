@@ -336,6 +336,18 @@ def test_left_padding_changes_no_logit_and_no_gradient(name, dtype, window):
         np.testing.assert_allclose(ours, other, rtol=tolerance, atol=tolerance * size)
 
 
+def test_without_positions_and_a_causal_mask_the_order_of_tokens_is_nothing():
+    """Logits move with their tokens; under a causal mask they don't, which is all the order that `none` has."""
+    graph, parameters = perturbed(TINY)
+    tokens, order = ids(TINY, 1, 7), np.asarray([3, 1, 4, 0, 6, 2, 5])
+    run = jax.jit(lambda tokens, mask: nnx.merge(graph, parameters)(tokens, mask=mask))
+    both, causal = (
+        [run(each, Mask(causal=each_way)) for each in (tokens, tokens[:, order])] for each_way in (False, True)
+    )
+    np.testing.assert_allclose(both[1], both[0][:, order], rtol=1e-5, atol=1e-5)
+    assert float(jnp.abs(causal[1] - causal[0][:, order]).max()) > 0.1
+
+
 def test_positions_may_be_left_out_or_of_one_row():
     graph, parameters = perturbed(tiny(encoding="learned", num_layers=1))
     run = jax.jit(lambda tokens, positions: nnx.merge(graph, parameters)(tokens, positions))

@@ -1,5 +1,6 @@
 """What the README shows works as written."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -52,13 +53,44 @@ def test_the_example_is_configured_by_file_and_class_and_known_by_its_content(ex
     assert config.training_identity(config.read(tree)) != before
 
 
+@pytest.fixture
+def beside_the_example(example, monkeypatch):
+    """The working directory that the README has in mind: the encoding's file next to the configs."""
+    folder = Path(example.rpartition(":")[0]).parent
+    (folder / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(folder)
+
+
+def commands(*words):
+    """The arguments of the README's `pe-ablation` commands that hold one of these words."""
+    lines = re.findall(r"^ {4}pe-ablation (.*)$", README.replace("\\\n", " "), re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines if any(word in line for word in words)]
+
+
+@pytest.mark.usefixtures("beside_the_example", "quick_compilation")
+def test_the_example_is_trained_and_scored_by_the_command_as_written(capsys):
+    [command] = commands("run --config configs/extrapolation.py:quick --config.encoding.name=my_encoding.py:Slopes")
+    small = {"model.num_layers": 1, "train.length": 8, "train.steps": 2, "train.batch_tokens": 16, "data.block": 8}
+    small |= {"train.warmup_steps": 1, "eval.lengths": "8,12", "eval.last_k": 4, "eval.max_windows": 2}
+    assert cli.main([*command, *(f"--config.{field}={value}" for field, value in small.items())]) == 0
+    [cell] = Path().rglob("evaluation/*-L12-none-*.json")
+    assert json.loads(cell.read_text())["status"] == "ok"
+
+
+@pytest.mark.usefixtures("beside_the_example", "quick_compilation", "rolled_layers")
+def test_the_example_keeps_every_promise_by_the_command_as_written(capsys):
+    [command] = commands("encodings --check")
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out.endswith("my_encoding.py:Slopes: all kept\n")
+
+
 def test_the_commands_of_the_readme_parse(tmp_path, monkeypatch, capsys):
     """Every `pe-ablation launch` and `run` of the README plans its points, without starting anything."""
     monkeypatch.chdir(ROOT)
-    written(tmp_path / "run", config.read(sweep.load("configs/base.py:quick").config))
-    text = README.replace("\\\n", " ").replace("=RUN ", f"={tmp_path / 'run'} ")
-    commands = [shlex.split(line, comments=True) for line in re.findall(r"^ {4}pe-ablation (.*)$", text, re.MULTILINE)]
-    planned = [command for command in commands if command[0] in ("launch", "run") and "my_encoding" not in str(command)]
+    run = written(tmp_path / "run", config.read(sweep.load("configs/base.py:quick").config))
+    planned = [each for each in commands("launch", "run") if each[0] in ("launch", "run")]
+    planned = [each for each in planned if "my_encoding" not in str(each)]
+    planned = [[word.replace("=RUN", f"={run.path}") for word in each] for each in planned]
     assert len(planned) >= 4
     for command in planned:
         assert cli.main([*command, *([] if "--dry_run" in command else ["--dry_run"])]) == 0, command

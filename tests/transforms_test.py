@@ -147,6 +147,12 @@ def test_a_named_magnitude_replaces_yarns():
     for magnitude in (1.0, 1.3):
         assert changed_rope(f"yarn:factor=4:magnitude={magnitude}", 64)[1].magnitude == magnitude
     assert changed_rope("yarn:factor=4", 64, magnitude=2.0)[1].magnitude == pytest.approx(2 * 1.138629, abs=1e-6)
+    x, pos = (
+        jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 1, 64)), jnp.float32),
+        jnp.asarray([[0, 5, 900]]),
+    )
+    plain = changed_rope("ntk_by_parts:factor=4", 64)[1].query(x, pos)  # the same frequencies
+    np.testing.assert_array_equal(changed_rope("yarn:factor=4:magnitude=1", 64)[1].query(x, pos), plain)
 
 
 def test_a_factor_of_one_changes_no_bit():
