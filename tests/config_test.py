@@ -71,6 +71,9 @@ FIELDS = {
     "train.clip_norm": (1.0, 2.0),
     "train.log_every": (10, 1),
     "train.checkpoint_every": (500, 7),
+    "start.run": (None, "runs/a"),
+    "start.transform": ("none", "pi"),
+    "start.identity": (None, "0123@4"),
     "eval.lengths": ((64, 128, 256), (64,)),
     "eval.protocols": (("targets",), ("blocks",)),
     "eval.nulls": (("window_mask", "window_recompute"), ()),
@@ -274,7 +277,7 @@ def test_options_of_an_encoding_inside_another_are_read_as_strictly():
     [
         ("train.learning_rte", "train.learning_rte: no such field (did you mean learning_rate?)"),
         ("trian.steps", "trian: no such field (did you mean train?)"),
-        ("zzz", "allowed: encoding, model, data, positions, train, eval, stream, seed, label"),
+        ("zzz", "allowed: encoding, model, data, positions, train, start, eval, stream, seed, label"),
         ("train.steps.more", "train.steps"),
         ("encoding.options.bse", "encoding.options.bse: rope has no such option (did you mean base?)"),
         ("encoding.options.num_buckets", "allowed: base, fraction, interleaved"),
@@ -488,7 +491,7 @@ def test_the_identity_changes_with_what_trains_and_nothing_else(path):
     base = replaced(Experiment(), "encoding.name", "rope") if path == "encoding.options" else Experiment()
     other = replaced(base, path, FIELDS[path][1])
     named = (
-        "data.cache_dir", "data.tfds.data_dir", "label", "model.implementation", "train.checkpoint_every",
+        "data.cache_dir", "data.tfds.data_dir", "label", "model.implementation", "start.run", "train.checkpoint_every",
         "train.log_every",
     )  # fmt: skip
     unchanged = path.startswith(("eval.", "stream.", "wandb.")) or path in named

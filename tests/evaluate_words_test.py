@@ -37,6 +37,7 @@ def scored(tmp_path, monkeypatch):
         return lambda params, inputs, wanted, window: nats(wanted)
 
     monkeypatch.setattr(evaluate, "_program", program)
+    monkeypatch.setattr(evaluate, "program_bytes", lambda program: None)
 
     def score(tokenizer, bos="document", **fields):
         for index, content in enumerate(DOCUMENTS):
