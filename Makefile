@@ -2,6 +2,8 @@
 # make test   install, run the tests
 # make lint   install, ruff and pyright
 # make study-streaming  install, experiments/streaming: the quick sweep's models on one long text (20 minutes)
+# make study-catalogue  install, experiments/catalogue: every encoding and variant at one scale
+# make study-scaling    install, experiments/rope_scaling: one RoPE under every transform, then trained on
 # make bench  install, measure speed on this machine: runs/bench
 # make lock   write requirements.lock anew from setup.cfg
 PYTHON ?= python3
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := runs/extrapolation-quick
 
-.PHONY: demo test lint bench lock study-streaming
+.PHONY: demo test lint bench lock study-streaming study-catalogue study-scaling
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): requirements.lock setup.cfg pyproject.toml
@@ -42,6 +44,18 @@ study-streaming: $(INSTALLED)
 	for how in saturate ring layer0_fix; do \
 	  $(STREAM) --stream.window=63 --stream.sinks=0,4 --stream.baselines= --stream.absolute=$$how || exit; done
 	$(BIN)/pe-ablation report $(DEMO)
+
+study-catalogue: $(INSTALLED)
+	$(BIN)/pe-ablation launch --config configs/catalogue.py:cpu --workers 2
+	$(BIN)/pe-ablation report runs/catalogue-cpu
+
+SCALED := runs/rope_scaling-cpu
+study-scaling: $(INSTALLED)
+	$(BIN)/pe-ablation launch --config configs/rope_scaling.py:cpu
+	$(BIN)/pe-ablation transforms --run $(SCALED) --length 4096
+	$(BIN)/pe-ablation report $(SCALED)
+	$(BIN)/pe-ablation launch --config configs/fine_tuning.py:cpu --config.start.run=$$(echo $(SCALED)/rope-L512-*)
+	$(BIN)/pe-ablation report runs/fine_tuning-cpu
 
 bench: $(INSTALLED)
 	$(BIN)/pe-ablation bench

@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. Heavy imports happen inside commands: help and typing errors are quick."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -42,6 +43,7 @@ REPORT = {  # what `report` can narrow down
     "metric": "bits_per_byte, nats, perplexity, ... (default: bits_per_byte)",
     "split": "validation or test (default: validation)",
 }
+PICTURES = "docs/encodings"
 SELECT = "choose the best value of a swept field (lr: train.learning_rate) per encoding and training length, at 1x"
 
 
@@ -169,7 +171,17 @@ def _parser() -> argparse.ArgumentParser:
         commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect"
     )
     listed.add_argument("--check", metavar="NAME|FILE.py:CLASS", help="try one against everything that all must do")
-    _command(commands, "transforms", _transforms, "list what a trained model can be read under: NAME[:FIELD=VALUE]...")
+    listed.add_argument("--docs", metavar="FILE", help="write their documentation, as docs/encodings.md is")
+    listed.add_argument("--plot", metavar="DIR", nargs="?", const=PICTURES, help=f"draw them (default: {PICTURES})")
+    listed.add_argument("--only", metavar="NAME|FILE.py:CLASS", help="with --plot: draw this one alone")
+    changes = _command(
+        commands, "transforms", _transforms, "list what a trained model can be read under: NAME[:FIELD=VALUE]..."
+    )
+    changes.add_argument(
+        "--run", metavar="RUN", help="instead, how often each pair of its rotation turns, by transform"
+    )
+    changes.add_argument("--length", metavar="N", type=int, help="with --run: tokens to be read (default: the longest)")
+    changes.add_argument("--transforms", metavar="NAMES", help="with --run: which (default: pi, ntk, ...)")
     return parser
 
 
@@ -392,15 +404,46 @@ def _bench(args: argparse.Namespace) -> int:
 def _encodings(args: argparse.Namespace) -> int:
     from pe_ablation import encodings
 
+    if args.only is not None and args.plot is None:
+        raise ValueError("--only: goes with --plot")
     if args.check is not None:
+        if args.docs is not None or args.plot is not None:
+            raise ValueError("--check: goes without --docs and --plot")
         return _checked(args.check)
+    if args.docs is not None or args.plot is not None:
+        return _print(_documented(args))
     for name in encodings.names():
         about = encodings.find(name).about
         options = ", ".join(f"{option}={value}" for option, value in encodings.option_defaults(name).items()) or "none"
         described = (("formula", about.formula), ("source", about.source), ("parameters", about.parameters))
-        lines = (*described, ("options", options), ("beyond", about.beyond))
+        lines = (*described, ("options", options), ("beyond", about.beyond), ("cost", about.cost))
         print("\n".join([name, *(f"  {title:<11} {text}" for title, text in lines)]))
     return 0
+
+
+def _documented(args: argparse.Namespace) -> Iterator[Path]:
+    """Write what `encodings` is asked for, and name each file that is there."""
+    from pe_ablation import atomic, cards, encodings, report
+
+    _leave_accelerators()
+    names = encodings.names() if args.only is None else (args.only,)
+    for name in names:
+        encodings.find(name)
+    if args.docs is not None:
+        file = Path(args.docs)
+        if file.is_dir():
+            raise ValueError(f"--docs: {file} is a folder; name a file, such as docs/encodings.md")
+        report.folder(file.parent, "documentation", "--docs")
+        atomic.write(file, [cards.markdown().encode()])
+        yield file
+    if args.plot is not None:
+        folder = report.folder(args.plot, "pictures", "--plot")
+        for name in names:
+            picture = io.BytesIO()
+            cards.picture(name, picture)
+            file = folder / f"{name.rpartition(':')[2]}.png"
+            atomic.write(file, [picture.getvalue()])
+            yield file
 
 
 def _checked(name: str) -> int:
@@ -418,7 +461,12 @@ def _checked(name: str) -> int:
 def _transforms(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from pe_ablation import transforms
+    from pe_ablation import config, transforms
+
+    if args.run is not None:
+        return _print(_rotations(args))
+    if args.length is not None or args.transforms is not None:
+        raise config.ConfigError("--length, --transforms: go with --run RUN")
 
     def lines() -> Iterator[str]:
         yield "None: for a factor the length to be read over the training length, at least 1; else as said below"
@@ -427,6 +475,17 @@ def _transforms(args: argparse.Namespace) -> int:
             yield f"\n{name}\n  fields      {fields}\n  {' '.join((each.__doc__ or '').split())}"
 
     return _print(lines())
+
+
+def _rotations(args: argparse.Namespace) -> Iterator[str]:
+    from pe_ablation import config, record, rotations
+
+    experiment = record.find(args.run)[0].experiment
+    length = experiment.eval.longest(experiment.train.length) if args.length is None else args.length
+    if length < 1:
+        raise config.ConfigError(f"--length: {length} is not a length; at least 1")
+    asked = args.transforms.split(",") if args.transforms else rotations.USUAL
+    yield rotations.to_markdown(experiment, length, asked)
 
 
 def _print(lines: Any) -> int:

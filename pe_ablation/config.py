@@ -25,7 +25,7 @@ from pe_ablation.transforms import Transform, TransformError
 IDENTITY_FORMAT = 1
 OUTSIDE_IDENTITY = (
     "eval", "stream", "label", "wandb", "data.cache_dir", "data.tfds.data_dir", "train.log_every",
-    "train.checkpoint_every", "model.implementation",
+    "train.checkpoint_every", "model.implementation", "start.run",
 )  # fmt: skip
 
 
@@ -173,6 +173,20 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class StartConfig:
+    """Whose weights training starts with (see `start`): a finished run, or a point, of which each seed takes its own.
+
+    The encoding may be another one. `transform`: what the weights are read under from then on, for the encoding that
+    they were trained with, as in `eval.transforms`; a factor that isn't named is `train.length` over theirs.
+    `identity` says which weights these were; it is filled in when a launch reads the config.
+    """
+
+    run: str | None = None
+    transform: str = "none"
+    identity: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalConfig:
     """Where and how a trained model is scored (see `evaluate`); `last_k`, `spacing` and `stride` are in tokens.
 
@@ -264,6 +278,7 @@ class Experiment:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     positions: PositionsConfig = dataclasses.field(default_factory=PositionsConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    start: StartConfig = dataclasses.field(default_factory=StartConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
     seed: int = 0
@@ -372,10 +387,21 @@ def evaluation(recorded: Mapping[str, Any]) -> EvalConfig:
 
 
 def transform(text: str, path: str = "eval.transforms") -> Transform | None:
-    """The transform that `NAME[:FIELD=VALUE]...` names; None: `none`. ConfigError for what isn't known or fits."""
-    name, *fields = text.split(":")
-    if name == "none" and not fields:
+    """The transform that `NAME[:FIELD=VALUE]...` names, or several with + between; None: `none`.
+
+    ConfigError for what isn't known or doesn't fit.
+    """
+    if text == "none":
         return None
+    parts = tuple(_transform(each, path) for each in text.split("+"))
+    try:
+        return parts[0] if len(parts) == 1 else transforms.Together(parts)
+    except TransformError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _transform(text: str, path: str) -> Transform:
+    name, *fields = text.split(":")
     if name not in transforms.REGISTRY:
         allowed = ", ".join(("none", *transforms.REGISTRY))
         raise ConfigError(f"{path}: no transform {name!r}{near(name, transforms.REGISTRY)}; allowed: {allowed}")
@@ -621,6 +647,7 @@ def _checked(experiment: Experiment) -> Experiment:
     experiment = dataclasses.replace(experiment, eval=dataclasses.replace(experiment.eval, transforms=spelled))
     _check_ranges(experiment)
     _check_relations(experiment)
+    _check_start(experiment)
     try:
         experiment.gpt(vocab_size=258)
     except ValueError as error:
@@ -628,6 +655,14 @@ def _checked(experiment: Experiment) -> Experiment:
         raise ConfigError(f"{place}{error}") from None
     _check_positions(experiment)
     return experiment
+
+
+def _check_start(experiment: Experiment) -> None:
+    start = experiment.start
+    for name in ("transform", "identity"):
+        if start.run is None and getattr(start, name) != getattr(StartConfig, name):
+            raise ConfigError(f"start.{name}: {getattr(start, name)!r} goes with start.run, which names no run")
+    transform(start.transform, "start.transform")
 
 
 def _check_positions(experiment: Experiment) -> None:

@@ -14,7 +14,7 @@ NOTE = (
     "Cost. A step is one of the training program, which trains all the seeds that share it; its seconds (median over "
     "the logged intervals but the first, which compiles) and tokens per second are of that program on the machine it "
     "ran on. MiB are what that program takes, and the one that scores the longest length, by the compiler's account "
-    "(parameters, optimizer and everything in between). Tokens and documents: what a cell of the table scores, per seed."
+    "(parameters, optimizer, everything in between). Tokens and documents: what a cell of the table scores, per seed."
 )
 
 

@@ -10,16 +10,23 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from pe_ablation import record
-from pe_ablation.tables import DAGGER, ORDER, Frame, label, presentation, select, summary
+from pe_ablation.tables import DAGGER, ORDER, Frame, label, named_after, presentation, select, summary
 
-# Okabe and Ito's colours (2008), told apart by the colour-blind; their yellow is too faint for a line on white.
-COLOURS = ("#4D4D4D", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#D55E00", "#56B4E9")
-MARKERS = ("o", "D", "*", "s", "^", "v", "P")
+# Of the names in ORDER. The first seven are Okabe and Ito's colours (2008), told apart by the colour-blind; their
+# yellow is too faint for a line on white. The others are as far from those and from each other as they can be.
+COLOURS = (
+    "#4D4D4D", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#0000F0", "#7800C0", "#604878",
+    "#F00048", "#F00000", "#00A800", "#D87860", "#F000F0", "#C078F0", "#3078F0", "#F00090",
+)  # fmt: skip
+MARKERS = (
+    "o", "D", "*", "s", "^", "v", "P", "X", "p", "h", "<", ">", "d", "8", "H", (4, 1, 0), (6, 1, 0), (3, 1, 0),
+)  # fmt: skip
 SPARE_COLOURS = ("#332288", "#882255", "#8C6D1F", "#117733", "#999933", "#661100", "#6699CC")
 SPARE_MARKERS = ("X", "p", "h", "<", ">", "d", "8")
 NULL_LINES = {"window_mask": (0, (4, 2)), "window_recompute": (0, (1, 1.6))}
@@ -30,8 +37,14 @@ NULL_NAMES = {
 INK, FAINT = "#222222", "#8A8A8A"
 SIZE, SMALL = 9.0, 8.0  # points
 PANEL = (4.3, 3.5)  # inches
+BELOW = 0.7  # inches below a panel: its axis and five rows of a legend
+ROW = 0.17  # inches of a further row
+NAMES = 15  # how many fit beside a panel of usual height
+MANY = 12  # arms past which the nulls' lines are left out
+SHADES = (("white", 0.4), ("black", 0.4), ("white", 0.6))  # of a family's colour: what is mixed in, and how much
 Target = Any  # a path or an open binary file, as matplotlib takes it
-Looks = dict[str, tuple[str, str]]  # label -> colour, marker
+Marker = Any  # a name or (points, style, angle), as matplotlib takes it
+Looks = dict[str, tuple[str, Marker]]  # label -> colour, marker
 
 
 def curves(
@@ -46,26 +59,30 @@ def curves(
 
     A colour and marker per arm; both nulls dashed and dotted in the arm's colour; a band from the lowest to the highest
     seed. A point is drawn only where every planned seed was scored with a finite number; what is left out is named.
-    Where it depends on parameters that never trained its marker is open, and the arm's name has a dagger.
+    Where it depends on parameters that never trained its marker is open, and the arm's name has a dagger. Of many arms
+    the panels are taller, and the nulls are left out.
     """
     chosen, part = select(rows, protocol=protocol, split=split, settings=settings)
     choice = chosen._asdict()
-    frames: dict[str, Frame] = {null: summary(rows, null=null, **choice) for null in ("none", *NULL_LINES)}
+    shown: Frame = summary(rows, null="none", **choice)
+    many = shown.groupby("train_length").label.nunique().max() > MANY
+    others = () if many else NULL_LINES
+    frames: dict[str, Frame] = {"none": shown} | {null: summary(rows, null=null, **choice) for null in others}
     trained = sorted(part.train_length.unique())
-    looks = _looks(frames["none"].label.unique())
-    figure, axes = _panels(len(trained))
+    looks = _looks(shown.label.unique())
+    figure, axes = _panels(len(trained), PANEL[1] * max(1.0, len(shown.label.unique()) / NAMES))
     for axis, train_length in zip(axes, trained, strict=True):
         panel = {null: frame[frame.train_length == train_length] for null, frame in frames.items()}
         _draw_panel(axis, panel, looks, train_length)
         axis.set_xlabel("evaluation length (tokens)")
     _share_limits(axes)
+    gap = 0.062 * ((PANEL[1] + BELOW) / figure.get_figheight())
     for axis, train_length in zip(axes, trained, strict=True):
-        _name_lines(axis, frames["none"][frames["none"].train_length == train_length], looks)
+        _name_lines(axis, shown[shown.train_length == train_length], looks, gap)
     axes[0].set_ylabel(f"bits per byte ({chosen.protocol}, {chosen.split})")
-    nulls = [null for null in NULL_LINES if len(frames[null])]
-    shown = frames["none"]
+    nulls = [null for null in others if len(frames[null])]
     untrained = bool((shown.untrained & np.isfinite(shown["mean"])).any())
-    _legend(figure, _styles(nulls, int(shown.seeds.max()), untrained))
+    _legend(figure, _styles(nulls, int(shown.seeds.max()), untrained, many))
     save(figure, path)
     return figure
 
@@ -89,11 +106,13 @@ def positions(
     part = part[(part.null == "none") & (part.status == "ok")]
     if part.empty:
         raise ValueError(f"{runs_dir}: no scored cell of protocol {protocol!r}; add it to eval.protocols and evaluate")
-    names = zip(part.encoding, part.variant, part["transform"], strict=True)
-    part = part.assign(label=[label(*each) for each in names])
+    arms = zip(part.encoding, part.variant, part["transform"], strict=True)
+    part = part.assign(label=[label(*each) for each in arms])
     part = part.loc[sorted(part.index, key=lambda at: presentation(part.loc[at]))]
-    looks, trained = _looks(part.label.unique()), sorted(part.train_length.unique())
-    figure, axes = _panels(len(trained))
+    names, trained = part.label.unique(), sorted(part.train_length.unique())
+    looks = _looks(names)
+    rows_below = math.ceil((len(names) + 1) / _columns(len(trained)))
+    figure, axes = _panels(len(trained), PANEL[1] + ROW * max(0, rows_below - 5))
     ticks = [2**power for power in range(int(math.log2(part.eval_length.max())) + 1)]
     for axis, train_length in zip(axes, trained, strict=True):
         for name, own in part[part.train_length == train_length].groupby("label", sort=False):
@@ -104,7 +123,7 @@ def positions(
         axis.set_xlabel("position in the window (tokens)")
     _share_limits(axes)
     axes[0].set_ylabel(f"bits per byte ({chosen.protocol}, {chosen.split})")
-    _legend(figure, [_handle(*looks[name], name) for name in part.label.unique()])
+    _legend(figure, [_handle(*looks[name], name) for name in names])
     save(figure, path)
     return figure
 
@@ -128,16 +147,31 @@ def _by_position(cells: Frame, root: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _looks(labels: Sequence[str]) -> Looks:
-    """Colour and marker per label: known encodings keep theirs in every figure, others take the spare ones in turn."""
-    looks = {name: (COLOURS[at], MARKERS[at]) for at, name in enumerate(ORDER)}
+    """Colour and marker per label: known encodings keep theirs in every figure, others take the spare ones in turn.
+
+    Where others are too many for that, those named after a known encoding have shades of its colour.
+    """
+    looks: Looks = {name: (COLOURS[at], MARKERS[at]) for at, name in enumerate(ORDER)}
     others = [name for name in labels if name not in looks]
-    for at, name in enumerate(others):
+    kin = {name: named_after(name.split(" ")[0]) for name in others} if len(others) > len(SPARE_COLOURS) else {}
+    for at, name in enumerate(name for name in others if kin.get(name) is None):
         looks[name] = (SPARE_COLOURS[at % len(SPARE_COLOURS)], SPARE_MARKERS[at % len(SPARE_MARKERS)])
+    for family in dict.fromkeys(each for each in kin.values() if each is not None):
+        colour, own = looks[family]
+        markers = [marker for marker in MARKERS if marker != own]
+        for at, name in enumerate(name for name in others if kin[name] == family):
+            looks[name] = (_mixed(colour, *SHADES[at % len(SHADES)]), markers[at % len(markers)])
     return looks
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(PANEL[0] * count + 0.9, PANEL[1] + 0.7), layout="constrained", dpi=200)
+def _mixed(colour: str, other: str, share: float) -> str:
+    """A colour with a share of another in it."""
+    red, green, blue = ((1 - share) * a + share * b for a, b in zip(to_rgb(colour), to_rgb(other), strict=True))
+    return to_hex((red, green, blue))
+
+
+def _panels(count: int, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(PANEL[0] * count + 0.9, height + BELOW), layout="constrained", dpi=200)
     axes = figure.subplots(1, count, squeeze=False, sharey=True)[0]
     return figure, list(axes)
 
@@ -154,12 +188,13 @@ def _draw_panel(axis: Axes, frames: dict[str, Frame], looks: Looks, train_length
             axis.plot(places, heights, linestyle="none", marker=marker, zorder=over, **hollow)
         if (group.n > 1).any():
             axis.fill_between(group.eval_length, group.low, group.high, color=colour, alpha=0.18, lw=0, zorder=1)
-        for null, dashes in NULL_LINES.items():
+        for null in (null for null in NULL_LINES if null in frames):
             other = frames[null][frames[null].label == name]
             if np.isfinite(other["mean"]).any():
                 curve = pd.concat([group[group.eval_length == train_length], other])
                 means = curve["mean"].where(np.isfinite(curve["mean"]))
-                axis.plot(curve.eval_length, means, color=colour, linestyle=dashes, lw=1.1, alpha=0.75, zorder=2)
+                style = {"linestyle": NULL_LINES[null], "lw": 1.1, "alpha": 0.75, "zorder": 2}
+                axis.plot(curve.eval_length, means, color=colour, **style)
     _dress(axis, train_length, sorted(frames["none"].eval_length.unique()))
 
 
@@ -190,29 +225,32 @@ def _share_limits(axes: Sequence[Axes]) -> None:
     axes[0].set_ylim(low, high)
 
 
-def _name_lines(axis: Axes, frame: Frame, looks: Looks) -> None:
-    """Names at the right ends of the lines, spread so that none overlap; arms that end early below, with the reason."""
+def _name_lines(axis: Axes, frame: Frame, looks: Looks, gap: float) -> None:
+    """Names at the right ends of the lines, spread so that none overlap; arms that end early below, with the reason.
+
+    `gap` is how far apart, as a share of the axis.
+    """
     longest = frame.eval_length.max()
     reach, early = [], []
     for name, group in frame.groupby("label", sort=False):
         known = group[np.isfinite(group["mean"])]
         if len(known) and known.eval_length.max() == longest:
-            gap = f" ({_ending(group, known)} in between)" if len(known) < len(group) else ""
-            reach.append((float(known["mean"].iloc[-1]), str(name), (DAGGER if known.untrained.any() else "") + gap))
+            hole = f" ({_ending(group, known)} in between)" if len(known) < len(group) else ""
+            reach.append((float(known["mean"].iloc[-1]), str(name), (DAGGER if known.untrained.any() else "") + hole))
         else:
             early.append((str(name), _ending(group, known)))
     low, high = axis.get_ylim()
-    height = (high - low) * 0.062
+    height = (high - low) * gap
     top = low + height * (len(early) + 0.5) if early else low
     reach.sort()
     spots = spread([value for value, *_ in reach], height, top, high)
-    for (value, name, gap), spot in zip(reach, spots, strict=True):
-        _name(axis, name + gap, looks[name], spot, value)
+    for (value, name, mark), spot in zip(reach, spots, strict=True):
+        _name(axis, name + mark, looks[name], spot, value)
     for at, (name, reason) in enumerate(reversed(early)):
         _name(axis, f"{name}: {reason}", looks[name], low + height * (at + 0.3))
 
 
-def _name(axis: Axes, text: str, look: tuple[str, str], spot: float, value: float | None = None) -> None:
+def _name(axis: Axes, text: str, look: tuple[str, Marker], spot: float, value: float | None = None) -> None:
     """Marker and text right of the axis at height `spot`, tied to the line's end at `value` if there is one."""
     place, (colour, marker) = axis.get_yaxis_transform(), look
     if value is not None:
@@ -242,23 +280,28 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
     return spots
 
 
-def _line(marker: str = "") -> dict[str, Any]:
+def _line(marker: Marker = "") -> dict[str, Any]:
     return {
         "lw": 1.7,
-        "markersize": {"*": 8, "P": 6.5}.get(marker, 5),
+        "markersize": 8 if isinstance(marker, tuple) else {"*": 8, "P": 6.5}.get(marker, 5),
         "markeredgecolor": "white",
         "markeredgewidth": 0.6,
     }
 
 
-def _handle(colour: str, marker: str, name: str) -> Line2D:
+def _handle(colour: str, marker: Marker, name: str) -> Line2D:
     return Line2D([], [], color=colour, marker=marker, label=name, **_line(marker))
 
 
-def _styles(nulls: Sequence[str], seeds: int, untrained: bool) -> list[Line2D]:
-    """Legend entries of line styles: full context, the nulls that are there, open markers, and the band of seeds."""
+def _styles(nulls: Sequence[str], seeds: int, untrained: bool, many: bool) -> list[Line2D]:
+    """Legend entries of line styles: full context, the nulls that are there, open markers, and the band of seeds.
+
+    Of many arms it says where the nulls are.
+    """
     entries = [Line2D([], [], color=INK, lw=1.7, label="all keys")] if nulls else []
     entries += [Line2D([], [], color=INK, lw=1.1, linestyle=NULL_LINES[null], label=NULL_NAMES[null]) for null in nulls]
+    if many:
+        entries.append(Line2D([], [], lw=0, label=f"more than {MANY} arms: nulls are in the tables"))
     if untrained:
         text = f"{DAGGER} open: reads untrained parameters"
         entries.append(Line2D([], [], color=INK, lw=0, marker="o", markersize=5, markerfacecolor="white", label=text))
@@ -272,11 +315,16 @@ def _legend(figure: Figure, entries: Sequence[Line2D]) -> None:
     figure.legend(
         handles=[*entries, trained],
         loc="outside lower center",
-        ncols=max(2, round(figure.get_figwidth() / 2.2)),
+        ncols=_columns(round((figure.get_figwidth() - 0.9) / PANEL[0])),
         frameon=False,
         fontsize=SMALL,
         labelcolor=INK,
     )
+
+
+def _columns(panels: int) -> int:
+    """Of a legend below so many panels."""
+    return max(2, round((PANEL[0] * panels + 0.9) / 2.2))
 
 
 def save(figure: Figure, path: Target, form: str = "png") -> None:

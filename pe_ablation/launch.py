@@ -49,7 +49,7 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
 
     Returns the digest of the training tokens for each data config; raises ValueError or FileNotFoundError.
     """
-    from pe_ablation import data, evaluate
+    from pe_ablation import data, evaluate, start
 
     tokens: dict[DataConfig, data.TokenFile] = {}
     checked: set[tuple[DataConfig, EvalConfig, int]] = set()
@@ -65,6 +65,8 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
                 "eval.protocols: 'stream' is not scored by a launch, but of trained runs: pe-ablation evaluate RUNS "
                 "--protocols stream"
             )
+        if (change := start.check(experiment)) is not None:
+            print(f"{experiment.arm}: {change}", flush=True)
         source, train = experiment.data, experiment.train
         if source not in tokens:
             tokens[source] = data.load(source, "train")
@@ -97,7 +99,7 @@ def dry_run(points: Sequence[Point], workdir: Path | None = None) -> Iterator[st
 
     Nothing is written; of `workdir`, the speed of finished runs is read.
     """
-    from pe_ablation import data, estimate, model
+    from pe_ablation import data, estimate, model, start
 
     speed = estimate.Speed(workdir)
     runs = tokens = seconds = most = 0
@@ -115,6 +117,8 @@ def dry_run(points: Sequence[Point], workdir: Path | None = None) -> Iterator[st
             f"{point.directory_name}  seeds {point.seeds}  {parameters:,} parameters  {each:,} tokens per run"
             f"  estimated {_minutes(own)}, {size / 1e9:.2f} GB"
         )
+        if (change := start.check(first)) is not None:
+            yield f"  {change}"
         runs, tokens, seconds, most = runs + count, tokens + count * each, seconds + own, max(most, size)
         unscored |= scoring is None
     without = "; evaluation not counted: its windows depend on the corpus" if unscored else ""

@@ -41,7 +41,8 @@ COLUMNS: dict[Any, Any] = {
     "eval_length": "int64", "ratio": "float64", "seed": "int64", "protocol": "str", "null": "str", "split": "str",
     **dict.fromkeys(NUMBERS, "float64"), **dict.fromkeys(AMOUNTS, "Int64"), "status": "str", "untrained": "str",
     "parameters": "Int64", "seconds_per_step": "float64", "tokens_per_second": "float64", "program_seeds": "Int64",
-    "train_memory_bytes": "Int64", "memory_bytes": "Int64", "data": "str", "data_digest": "str", "differs": "str", "settings": "str", "key": "str", "run": "str",
+    "train_memory_bytes": "Int64", "memory_bytes": "Int64", "data": "str", "data_digest": "str",
+    "differs": "str", "settings": "str", "key": "str", "run": "str",
 }  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     missing; only stored cells have numbers, the others NaN. `untrained`: "True" where the numbers depend on an entry of
     the encoding's parameters that no training gradient reached, "False", or "" where that isn't known. Of a run's
     training program: `seconds_per_step` and `tokens_per_second` (see `_speed`) and `program_seeds`, the number of seeds
-    that it trained at once. `train_memory_bytes` and `memory_bytes` are what the programs of training and of the cell take
+    that it trained at once. `train_memory_bytes` and `memory_bytes`: what the programs of training and of the cell take
     (see `memory.program_bytes`). `settings` is the protocol's own fields as JSON, `run` the directory relative to
     `runs_dir`. `window_recompute` is the model's own cell at its training length under the same settings, so it is
     derived, not stored. `transform` is what the model was scored under (see `transforms`), "" as it was trained.
@@ -155,15 +156,15 @@ def shown(frame: Any, split: str, protocol: str | None) -> pd.DataFrame:
     return kept.reset_index(drop=True)
 
 
-def folder(path: str | os.PathLike[str]) -> Path:
-    """A folder that can be written to, made if it isn't there; ValueError where it can't be."""
+def folder(path: str | os.PathLike[str], what: str = "a report", flag: str = "--out") -> Path:
+    """A folder that can be written to, made if it isn't there; ValueError, naming `flag`, where it can't be."""
     out = Path(path)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ValueError(f"{out}: cannot write a report here ({error.strerror}); name another folder: --out") from error
+        raise ValueError(f"{out}: cannot write {what} here ({error.strerror}); name another folder: {flag}") from error
     return out
 
 
@@ -343,7 +344,9 @@ def _numbers(cell: Mapping[str, Any] | None, absent: str) -> dict[str, Any]:
     if cell["status"] not in STATUSES:
         raise ValueError(f"cell {cell['key']}: status {cell['status']!r} is not known; allowed: {', '.join(STATUSES)}")
     untrained = str(cell["untrained"]) if "untrained" in cell else ""
-    return {name: cell.get(name) for name in ("status", "key", "memory_bytes", *NUMBERS, *AMOUNTS)} | {"untrained": untrained}
+    return {name: cell.get(name) for name in ("status", "key", "memory_bytes", *NUMBERS, *AMOUNTS)} | {
+        "untrained": untrained
+    }
 
 
 def _timing(run: record.Run) -> list[dict[str, Any]]:

@@ -215,6 +215,10 @@ def points(
     for overlay in overlays:
         _refuse_swept(overlay, overrides, _title(config_file, sweep_name))
         experiment = config.read(config_file.config, {**config.spelled_out(overlay), **config.spelled_out(overrides)})
+        if experiment.start.run is not None:
+            from pe_ablation import start  # and with it all that reads checkpoints
+
+            experiment = start.resolved(experiment)
         group = groups.setdefault(config.point_identity(experiment), [])
         _refuse_ambiguous(experiment, group)
         if experiment not in group:

@@ -14,8 +14,12 @@ import pandas as pd
 from pe_ablation import stats
 
 Frame = Any  # a DataFrame; to the type checker, pandas' selections of rows may be a Series or an array too
-# The order of presentation; an arm called NAME_suffix stands beside NAME, any other follows by name.
-ORDER = ("none", "sinusoidal", "learned", "rope", "alibi", "t5", "transformer_xl")
+# The order of presentation, that of the registry; an arm called NAME_suffix stands beside NAME, any other follows by
+# name.
+ORDER = (
+    "none", "sinusoidal", "learned", "rope", "alibi", "t5", "transformer_xl", "p_rope", "xpos", "shaw", "cope", "fox",
+    "kerple_log", "kerple_power", "fire", "sandwich", "sum", "dape",
+)  # fmt: skip
 METRICS = {
     "bits_per_byte": "Bits per byte", "nats": "Nats per token", "perplexity": "Perplexity per token",
     "word_perplexity": "Perplexity per word",
@@ -30,7 +34,8 @@ UNTRAINED = (
 )
 TRANSFORMED = (
     "`+ NAME`: the same models under this transform, for evaluation alone; a factor that isn't named is the evaluation "
-    "length over the training length, at least 1. Their nulls and 1x are under it too"
+    "length over the training length, at least 1. So is their null `window_mask`; verdicts hold them against the 1x of "
+    "the models as they were trained, and a fresh context is read by these, where they were scored"
 )
 MEANINGS = {
     "n/a": "n/a: the encoding has no position for this length",
@@ -352,8 +357,13 @@ def presentation(row: Any) -> tuple:
 
 def family(arm: str) -> tuple[int, str]:
     """Sort key of an arm: its place in `ORDER`, or after all of them, and its name."""
-    families = [at for at, name in enumerate(ORDER) if arm == name or arm.startswith(f"{name}_")]
-    return max(families, default=len(ORDER)), arm
+    name = named_after(arm)
+    return len(ORDER) if name is None else ORDER.index(name), arm
+
+
+def named_after(arm: str) -> str | None:
+    """The longest NAME in `ORDER` of which an arm called NAME or NAME_suffix is a kind, or None."""
+    return max((name for name in ORDER if arm == name or arm.startswith(f"{name}_")), key=len, default=None)
 
 
 def _known(what: str, given: str, allowed: Any) -> None:

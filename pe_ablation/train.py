@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pe_ablation import attention, data, positions, stopping
+from pe_ablation import attention, data, positions, start, stopping
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import Experiment, TrainConfig, point_identity, read, refuse_imported
 from pe_ablation.memory import program_bytes
@@ -178,7 +178,7 @@ def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
     another process is training, ConfigError for an imported experiment; what else is raised is recorded in error.json
     first.
     """
-    experiment = config if isinstance(config, Experiment) else read(config)
+    experiment = start.resolved(config if isinstance(config, Experiment) else read(config))
     refuse_imported(experiment)
     run = Run.plan(Path(run_dir), experiment, None, data.load(experiment.data, "train").digest)
     run.start()
@@ -267,37 +267,41 @@ class _Fit:
     def _restore(self, checkpoints: list[Checkpoints]) -> tuple[TrainState, int]:
         """The state of the newest step that every run has, and that step; logs are cut back to it."""
         common = set.intersection(*(set(each.steps()) for each in checkpoints))
-        start = max(common, default=0)
+        step = max(common, default=0)
         seeds = jnp.asarray(self.seeds, jnp.uint32)
-        if start:
+        if step:
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.eval_shape(self.init, seeds))
-            restored = [each.load(start, like) for each in checkpoints]
+            restored = [each.load(step, like) for each in checkpoints]
             state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each for each, _ in restored))
             for batches, (_, saved) in zip(self.batches, restored, strict=True):
                 batches.set_state(saved)
         else:
+            state = self.init(seeds)
+            if self.experiment.start.run is not None:
+                params = start.parameters(self.experiment, self.seeds, state.params)
+                state = dataclasses.replace(state, params=params)
             # On a device by name, as a restored state is: both are stepped by one compiled program.
-            state = jax.device_put(self.init(seeds), jax.local_devices()[0])
+            state = jax.device_put(state, jax.local_devices()[0])
         for run in self.runs:
-            run.truncate("metrics", start)
-            run.truncate("timing", start)
-        return state, start
+            run.truncate("metrics", step)
+            run.truncate("timing", step)
+        return state, step
 
-    def _loop(self, checkpoints: list[Checkpoints], state: TrainState, start: int) -> TrainState:
+    def _loop(self, checkpoints: list[Checkpoints], state: TrainState, done: int) -> TrainState:
         train = self.experiment.train
         seeds = f" x{len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
         label = f"{self.experiment.arm} L={train.length}{seeds}"
         progress = Progress(train.steps, label, train.batch_tokens * len(self.seeds))
         try:
-            return self._steps(checkpoints, state, start, _Log(self.runs, self.schedule, train, progress, start))
+            return self._steps(checkpoints, state, done, _Log(self.runs, self.schedule, train, progress, done))
         finally:
             progress.close()
 
-    def _steps(self, checkpoints: list[Checkpoints], state: TrainState, start: int, log: "_Log") -> TrainState:
+    def _steps(self, checkpoints: list[Checkpoints], state: TrainState, done: int, log: "_Log") -> TrainState:
         train = self.experiment.train
         seeds = jnp.asarray(self.seeds, jnp.uint32)
         waiting: tuple[int, Any] | None = None
-        for step in range(start + 1, train.steps + 1):
+        for step in range(done + 1, train.steps + 1):
             if waiting is None:  # at the start and after checkpoints
                 stopping.check(f"trained to step {step - 1}")
                 if not bool(jnp.any(state.alive)):
@@ -337,6 +341,7 @@ class _Fit:
             "devices": jax.device_count(),
             "platform": jax.default_backend(),
             "jax": jax.__version__,
+            **start.recorded(self.experiment),
         }
         rows = [run.rows("metrics") for run in self.runs]
         return [
@@ -354,9 +359,9 @@ class _Fit:
 class _Log:
     """Turns fetched metrics into rows of each run's logs and into progress."""
 
-    def __init__(self, runs: list[Run], rate: optax.Schedule, train: TrainConfig, progress: Progress, start: int):
+    def __init__(self, runs: list[Run], rate: optax.Schedule, train: TrainConfig, progress: Progress, done: int):
         self.runs, self.rate, self.train, self.progress = runs, rate, train, progress
-        self.since, self.began = start, time.monotonic()
+        self.since, self.began = done, time.monotonic()
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Record one step, where it is due: each `log_every`, the last, and the one at which a seed diverges."""

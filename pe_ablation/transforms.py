@@ -1,9 +1,10 @@
 """What is done to a trained model so that it reads past its training length; nothing is trained again.
 
 Three kinds, each for the encodings that it can change: frequencies of a rotation, rows of a learned table, distances
-as they are shown (any encoding in which distances alone count). A field that is None follows the length N that is to be
-read and the training length L: the factor s is max(1, N/L), `original` is L. `apply` gives the same parameters (of a
-table: other ones) in another `GPTConfig`, so that scoring, a cache and generation all read under it.
+as they are shown (any encoding in which distances alone count); and, for every encoding, the scale of logits. A field
+that is None follows the length N that is to be read and the training length L: the factor s is max(1, N/L), `original`
+is L. `apply` gives the same parameters (of a table: other ones) in another `GPTConfig`, so that scoring, a cache and
+generation all read under it.
 """
 
 import dataclasses
@@ -73,12 +74,68 @@ class Transform:
         return trained.params, trained.unread
 
 
+@dataclasses.dataclass(frozen=True)
+class ByFactor(Transform):
+    """One that goes by a factor s of the training length L (`original`)."""
+
+    factor: float | None = None
+    original: int | None = None
+
+    def at(self, length: int, train_length: int) -> Self:
+        original = self.original or train_length
+        return dataclasses.replace(self, original=original, factor=self.factor or max(1.0, length / original))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByLength(Transform):
+    """One that goes by the length l that is to be read, and the training length L (`original`)."""
+
+    length: int | None = None
+    original: int | None = None
+
+    def at(self, length: int, train_length: int) -> Self:
+        return dataclasses.replace(self, length=self.length or length, original=self.original or train_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Together(Transform):
+    """Several, one after the other: `A+B` reads under B a model that reads under A."""
+
+    parts: tuple[Transform, ...]
+
+    def __post_init__(self):
+        names = [each.name for each in self.parts]
+        if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+            raise TransformError(f"{'+'.join(names)}: {twice[0]} twice; each once")
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts))
+
+    def refuse(self, config: GPTConfig) -> None:
+        for each in self.parts:
+            each.refuse(config)
+
+    def at(self, length: int, train_length: int) -> Self:
+        return dataclasses.replace(self, parts=tuple(each.at(length, train_length) for each in self.parts))
+
+    def config(self, config: GPTConfig) -> GPTConfig:
+        for each in self.parts:
+            config = each.config(config)
+        return config
+
+    def parameters(self, trained: "Trained") -> tuple[Any, Any]:
+        own = [each for each in self.parts if isinstance(each, Table)]
+        if len(own) > 1:
+            raise TransformError(f"{self}: {own[0].name} and {own[1].name} both make rows; one of them")
+        return own[0].parameters(trained) if own else super().parameters(trained)
+
+
 # Frequencies
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation(Transform):
-    """Other frequencies for rotations; `original`: the training length L."""
+    """Other frequencies for rotations."""
 
     def schedule(self, rope: RoPE) -> tuple[np.ndarray, float]:
         """Frequencies float64 [F] for those of `rope`, and what cos and sin are multiplied by."""
@@ -92,7 +149,7 @@ class Rotation(Transform):
         return _with_options(config, lambda slot: self._options(config, slot) if _rotates(slot) else {})
 
     def _options(self, config: GPTConfig, slot: Slot) -> dict[str, Any]:
-        rope = _built(config, slot)
+        rope = built(config, slot)
         assert isinstance(rope, RoPE)
         theta, magnitude = self.schedule(rope)
         if np.array_equal(theta, rope.frequencies) and magnitude == 1:
@@ -101,15 +158,8 @@ class Rotation(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Rotation):
-    """A rotation scaled by a factor s; `original`: the training length L."""
-
-    factor: float | None = None
-    original: int | None = None
-
-    def at(self, length: int, train_length: int) -> Self:
-        original = self.original or train_length
-        return dataclasses.replace(self, original=original, factor=self.factor or max(1.0, length / original))
+class Scaled(ByFactor, Rotation):
+    """Frequencies scaled by a factor s."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,16 +183,11 @@ class NTK(Scaled):
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicNTK(Rotation):
+class DynamicNTK(ByLength, Rotation):
     """NTK-aware scaling by f l/L - (f - 1) past L. emozilla 2023; the length l is one for all that is read together."""
 
     name = "dynamic_ntk"
     factor: float = 1.0
-    length: int | None = None
-    original: int | None = None
-
-    def at(self, length: int, train_length: int) -> Self:
-        return dataclasses.replace(self, length=self.length or length, original=self.original or train_length)
 
     def schedule(self, rope: RoPE) -> tuple[np.ndarray, float]:
         factor = frequencies.dynamic_factor(_set(self.length), _set(self.original), self.factor)
@@ -253,16 +298,18 @@ class Shown(Transform):
 
     def refuse(self, config: GPTConfig) -> None:
         for slot in config.distinct:
-            encoding = _built(config, slot)
-            if type(encoding).embed is not Encoding.embed or not encoding.shift_invariant:
+            encoding = built(config, slot)
+            if encoding.overrides("embed") or not encoding.shift_invariant:
                 why = "does not depend on distances alone"
             elif encoding.scores is Scores.ROW:
                 why = "orders all keys of a query together"
             else:
                 continue
             raise TransformError(f"{self.name}: changes the distances that an encoding is shown; {slot.name} {why}")
-        if all(type(_built(config, slot)) is Encoding for slot in config.distinct):
-            raise TransformError(f"{self.name}: changes the distances that an encoding is shown; none sees no distance")
+        if not any(built(config, slot).reads_positions for slot in config.distinct):
+            raise TransformError(
+                f"{self.name}: changes the distances that an encoding is shown; {_named(config)} sees no distance"
+            )
 
     def config(self, config: GPTConfig) -> GPTConfig:
         return dataclasses.replace(config, distances=self.distances())
@@ -332,6 +379,31 @@ class SelfExtend(Shown):
         return None if self.group == 1 else Distances(_set(self.window), self.group)
 
 
+# Logits
+
+
+@dataclasses.dataclass(frozen=True)
+class LogN(Transform):
+    """Logits times ln n / ln L for a query that sees n keys, where that is above 1; `beyond=false`: everywhere.
+
+    It takes from a failure past L what is dilution of the softmax, and leaves what is position. Su 2021, "Entropy
+    invariance of attention"; Chiang and Cholak 2022, arXiv:2202.12172.
+    """
+
+    name = "log_n"
+    beyond: bool = True
+
+    def refuse(self, config: GPTConfig) -> None:
+        if config.logit_scale != "none":
+            raise TransformError(f"{self.name}: scales logits, which model.logit_scale {config.logit_scale!r} does")
+
+    def at(self, length: int, train_length: int) -> Self:
+        return self
+
+    def config(self, config: GPTConfig) -> GPTConfig:
+        return dataclasses.replace(config, logit_scale="log_n_beyond" if self.beyond else "log_n")
+
+
 # Tables
 
 
@@ -373,16 +445,10 @@ class Table(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class Interpolate(Table):
+class Interpolate(ByFactor, Table):
     """Row p is that at p / s, linear between two; past the last trained row, that one. As `pi`, for a table."""
 
     name = "interpolate"
-    factor: float | None = None
-    original: int | None = None
-
-    def at(self, length: int, train_length: int) -> Self:
-        original = self.original or train_length
-        return dataclasses.replace(self, original=original, factor=self.factor or max(1.0, length / original))
 
     def rows(self, trained: int) -> int:
         return max(trained, int(_set(self.original) * _set(self.factor) + 1e-9))
@@ -392,14 +458,8 @@ class Interpolate(Table):
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeated(Table):
+class Repeated(ByLength, Table):
     """Rows past the trained ones repeat some of these, up to `length`."""
-
-    length: int | None = None
-    original: int | None = None
-
-    def at(self, length: int, train_length: int) -> Self:
-        return dataclasses.replace(self, length=self.length or length, original=self.original or train_length)
 
     def rows(self, trained: int) -> int:
         return max(trained, _set(self.length))
@@ -435,7 +495,7 @@ def _between(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
 REGISTRY: dict[str, type[Transform]] = {
     each.name: each
     for each in (
-        PI, NTK, DynamicNTK, NTKByParts, YaRN, Llama3, Base, Clip, ReRoPE, SelfExtend, Interpolate, Clamp, Wrap,
+        PI, NTK, DynamicNTK, NTKByParts, YaRN, Llama3, Base, Clip, ReRoPE, SelfExtend, LogN, Interpolate, Clamp, Wrap,
     )
 }  # fmt: skip
 
@@ -474,7 +534,8 @@ def _rotates(slot: Slot) -> bool:
     return issubclass(encodings.find(slot.name), RoPE) and options <= encodings.option_types(slot.name).keys()
 
 
-def _built(config: GPTConfig, slot: Slot) -> Encoding:
+def built(config: GPTConfig, slot: Slot) -> Encoding:
+    """One encoding of a decoder, without values."""
     return nnx.eval_shape(lambda: config.build_encoding(slot, nnx.Rngs(0)))
 
 

@@ -136,7 +136,7 @@ def _meanings(cells: Sequence[Any]) -> list[str]:
     margin = _percent(cells[0].margin)
     meanings = {
         EXTRAPOLATES: "better than the better null (the lower mean of `window_mask` and `window_recompute`), the 95 % "
-        "interval of the paired difference wholly below 0.",
+        "interval of the paired difference wholly below 0, by more than float32's rounding.",
         STABLE: f"not shown to be better, but not worse than its own 1x by {margin}, 95 % interval included.",
         FAILS: f"worse than its own 1x by over {margin}, or not a finite number.",
         UNSURE: f"neither of these is shown: the interval of the difference to 1x reaches to both sides of {margin}.",

@@ -16,7 +16,7 @@ In this order:
 4. where there is no context gain, a cell clearly worse than 1x (the whole interval past the margin) fails, and any
    other is "cannot discriminate", one that beats the nulls and a flat one too: where nothing can be gained, flat is
    not a failure to use context;
-5. "extrapolates": the whole interval of the difference to the better null is below 0;
+5. "extrapolates": the whole interval of the difference to the better null is below 0, by more than float32's rounding;
 6. "stable": the whole interval of the difference to 1x is below the margin;
 7. "fails": neither was shown.
 
@@ -29,7 +29,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from pe_ablation.tables import NULLS, POINT, Frame, label, select, summary
 _log = logging.getLogger(__name__)
 EXTRAPOLATES, STABLE, FAILS, CANNOT = VERDICTS = "extrapolates", "stable", "fails", "cannot discriminate"
 MARGIN = 0.01  # of the 1x value
+ROUNDING = 1e-5  # of the 1x value: float32 sums of the same in another order differ by less
 RATIOS = {"bits_per_byte": ("bytes", 1 / math.log(2)), "nats": ("tokens", 1.0)}  # metric -> nats over what, times what
 LONGEST = "longest evaluated"
 _DIFFERENCES = ("null", "own", "baseline", "trained_there", "gain")
@@ -60,16 +61,16 @@ COLUMNS: dict[Any, Any] = {
 _TEXTS = [name for name, kind in COLUMNS.items() if kind == "str"]
 
 
-def verdict(own: Difference, null: Difference, gain: Difference | None, margin: float) -> str:
+def verdict(own: Difference, null: Difference, gain: Difference | None, margin: float, rounding: float = 0.0) -> str:
     """Steps 3 to 7 of the module's rules: differences to 1x and to the better null, the context gain (None: unknown).
 
-    `margin` is in units of the metric.
+    `margin` and `rounding`, which is no difference yet, are in units of the metric.
     """
     if math.isnan(own.low) or math.isnan(null.low):
         return CANNOT
     if gain is not None and not gain.high < 0:
         return FAILS if own.low > margin else CANNOT
-    if null.high < 0:
+    if null.high < -rounding:
         return EXTRAPOLATES
     return STABLE if own.high < margin else FAILS
 
@@ -156,10 +157,24 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Point:
-    """An arm at one training length: `cells[null, evaluation length]`."""
+    """An arm at one training length: `cells[null, evaluation length]`.
+
+    Of one under a transform, `plain` is that of the same models as they were trained, where they were scored: its 1x is
+    what the transform must not lose, and a fresh context is read without it.
+    """
 
     about: dict[str, Any]
     cells: dict[tuple[str, int], _Cell]
+    plain: "_Point | None" = None
+
+    @property
+    def own(self) -> _Cell | None:
+        """What it is at its training length."""
+        return (self.plain or self).cells.get(("none", self.train_length))
+
+    def cell(self, null: str, length: int) -> _Cell | None:
+        found = self.cells.get((null, length))
+        return self.own if found is not None and null == "window_recompute" and self.plain is not None else found
 
     @property
     def train_length(self) -> int:
@@ -171,13 +186,13 @@ class _Point:
 
     def status(self, null: str, length: int) -> str:
         """ "ok" only for a cell that has its sums."""
-        cell = self.cells.get((null, length))
+        cell = self.cell(null, length)
         if cell is None or (cell.row["status"] == "ok" and cell.sample is None):
             return "missing"
         return cell.row["status"]
 
     def sample(self, null: str, length: int) -> Sample | None:
-        cell = self.cells.get((null, length))
+        cell = self.cell(null, length)
         return cell.sample if cell else None
 
 
@@ -197,7 +212,10 @@ def _points(rows: pd.DataFrame, root: Path, choice: dict[str, Any]) -> list[_Poi
             if row["status"] == "ok":
                 cell = _with_sums(row, scored[(*key, null, row["eval_length"])], read, choice["metric"])
             point.cells[null, row["eval_length"]] = cell
-    return sorted(points.values(), key=lambda point: point.train_length)
+    at = POINT.index("transform")
+    plain = {key: points.get((*key[:at], "", *key[at + 1 :])) for key in points if key[at]}
+    each = [replace(point, plain=plain.get(key)) for key, point in points.items()]
+    return sorted(each, key=lambda point: point.train_length)
 
 
 def _with_sums(row: dict[str, Any], group: Frame, read: Callable[[str, str], Any], metric: str) -> _Cell:
@@ -320,7 +338,7 @@ def _against_itself(
 ) -> dict[str, Any]:
     """Differences to 1x, to the model trained at `length` and to the better null, and the verdict they give."""
     train = point.train_length
-    cell, own = point.sample("none", length), point.sample("none", train)
+    cell, own = point.sample("none", length), point.own.sample if point.own else None
     trained_there = there.sample("none", length) if there else None
     compared.add("trained_there", cell, trained_there)
     to_own = compared.add("own", cell, own) if length != train else None
@@ -338,7 +356,7 @@ def _against_itself(
     if to_own is None or to_null is None:  # the note has the documents that differ
         return {"better_null": better, "verdict": "missing", "holds": ""}
     allowed = margin * _mean(own)
-    said = verdict(to_own, to_null, gain, allowed)
+    said = verdict(to_own, to_null, gain, allowed, ROUNDING * _mean(own))
     holds = "" if math.isnan(to_own.low) else "yes" if said == EXTRAPOLATES or to_own.high < allowed else "no"
     return {"better_null": better, "verdict": said, "holds": holds}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from pe_ablation import cli, config, data, model, sweep, train
+from pe_ablation import cli, config, data, model, start, sweep, train
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE = str(CONFIGS / "base.py")
@@ -42,9 +42,10 @@ def test_the_sizes_for_a_cpu_are_small(size, parameters):
 def test_a_config_says_how_it_is_launched_and_every_sweep_is_read(path, monkeypatch, capsys):
     monkeypatch.chdir(CONFIGS.parent)
     monkeypatch.setattr(cli, "_leave_accelerators", lambda: None)
+    monkeypatch.setattr(start, "resolved", lambda experiment: experiment)  # start_test has real runs to start from
     file = sweep.load(str(path))
     for name in file.sweeps:
-        assert sweep.points(file, name, {})
+        assert sweep.points(file, name, {"start.run": "RUN"} if "start" in file.config else {})
     text = path.read_text().partition('"""')[2].partition('"""')[0]
     commands = re.findall(r"^ {4}pe-ablation launch (.*)$", text, re.MULTILINE)
     assert commands
@@ -68,12 +69,14 @@ def test_an_unknown_size_of_the_base_is_refused():
         sweep.load(f"{BASE}:tpu")
 
 
-def test_a_size_by_name_and_then_a_field_on_the_command_line():
+def test_a_size_by_name_and_then_a_field_on_the_command_line(monkeypatch):
+    monkeypatch.setattr(start, "resolved", lambda experiment: experiment)
     for path in sorted(CONFIGS.glob("*.py")):
         file = sweep.load(str(path))
-        overrides = {"model.num_layers": config.from_flag("3"), "model": config.from_flag("micro")}
+        overrides = {"model.num_layers": config.from_flag("6"), "model": config.from_flag("micro")}
+        overrides |= {"start.run": "RUN"} if "start" in file.config else {}
         for point in sweep.points(file, sweep.default_sweep(file), overrides):
-            assert (point.experiments[0].model.num_layers, point.experiments[0].model.model_dim) == (3, 128)
+            assert (point.experiments[0].model.num_layers, point.experiments[0].model.model_dim) == (6, 128)
 
 
 @pytest.mark.parametrize("name", ["rope", "transformer_xl"])

@@ -292,8 +292,12 @@ def test_every_length_is_scored_on_the_documents_that_serve_the_longest(tmp_path
 def test_a_trained_run_is_scored_on_what_it_learned(tmp_path):
     """One letter ever: after training its next one is sure, at every length."""
     asked = experiment(tmp_path, [b"a" * 60], train__steps=40, train__learning_rate=0.1, train__batch_tokens=32)
-    assert train.fit(asked, tmp_path / "run")["status"] == "ok"
+    summary = train.fit(asked, tmp_path / "run")
+    assert summary["status"] == "ok"
+    assert 16 * summary["parameters"] < summary["memory_bytes"] < 2**28  # weights, gradient and two moments, at least
     rows = curve(tmp_path / "run", [16, 40])
+    taken = rows[rows.null == "none"].set_index("eval_length").memory_bytes
+    assert 4 * summary["parameters"] < taken[[16, 40]].min() and taken[[16, 40]].max() < 2**28
     assert set(rows.status) == {"ok"}
     assert rows.nats.max() < 0.05
     assert math.log(VOCABULARY) > 5  # what an untrained model would score

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from written_runs import written
 
-from pe_ablation import cli, config, encodings
+from pe_ablation import cli, config, encodings, sweep
 from pe_ablation.attention import attend
 from pe_ablation.encodings import Tokens
 
@@ -83,11 +84,13 @@ def test_the_example_keeps_every_promise_by_the_command_as_written(capsys):
     assert capsys.readouterr().out.endswith("my_encoding.py:Slopes: all kept\n")
 
 
-def test_the_commands_of_the_readme_parse(monkeypatch, capsys):
+def test_the_commands_of_the_readme_parse(tmp_path, monkeypatch, capsys):
     """Every `pe-ablation launch` and `run` of the README plans its points, without starting anything."""
     monkeypatch.chdir(ROOT)
+    run = written(tmp_path / "run", config.read(sweep.load("configs/base.py:quick").config))
     planned = [each for each in commands("launch", "run") if each[0] in ("launch", "run")]
     planned = [each for each in planned if "my_encoding" not in str(each)]
+    planned = [[word.replace("=RUN", f"={run.path}") for word in each] for each in planned]
     assert len(planned) >= 4
     for command in planned:
         assert cli.main([*command, *([] if "--dry_run" in command else ["--dry_run"])]) == 0, command

@@ -109,9 +109,23 @@ def test_the_speed_of_a_program_leaves_its_compilation_out(tmp_path):
     first = read(tmp_path).iloc[0]
     assert first.seconds_per_step == pytest.approx(0.2)  # of 0.2, 0.1 and 0.3
     assert (first.tokens_per_second, first.program_seeds) == (300.0, 3)
-    assert "| rope     |      1,000 |    0.2 |      300 |               3 |    120 |         3 |" in cost.to_markdown(
-        read(tmp_path), protocol="targets"
+    line = (
+        "| rope     |      1,000 |    0.2 |      300 |               3 |         - |         - |    120 |         3 |"
     )
+    assert line in cost.to_markdown(read(tmp_path), protocol="targets")
+
+
+def test_memory_is_that_of_training_and_of_the_longest_length(tmp_path):
+    run = finished(tmp_path)
+    run.finish({**(run.result() or {}), "memory_bytes": 5 * 2**20})
+    for stored in run.cells():
+        path = run.path / "evaluation" / f"{stored['key']}.json"
+        path.write_text(record.dumps(stored | {"memory_bytes": stored["length"] * 2**20}))
+    rows = read(tmp_path)
+    assert set(rows.train_memory_bytes) == {5 * 2**20}
+    plain = rows[rows.null == "none"]
+    assert (plain.memory_bytes == plain.eval_length * 2**20).all()
+    assert f"|         5 | {plain.eval_length.max():>9} |" in cost.to_markdown(rows, protocol="targets")
 
 
 def test_a_speed_that_was_not_logged_is_not_made_up(tmp_path, caplog):

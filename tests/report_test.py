@@ -1,5 +1,6 @@
 """Tables and figures from run records: what is averaged, what is not, and how the rest is told apart."""
 
+import colorsys
 import json
 import math
 import statistics
@@ -9,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pe_ablation import config, record, report
-from pe_ablation.claims import CLAIMS, Seen, order, ratio_within
+from pe_ablation import config, encodings, figure, record, report, tables
+from pe_ablation.claims import CLAIMS, Seen, dearer, fails_past_reach, order, ratio_within, worst_as_trained
 from pe_ablation.figure import spread
 
 LENGTHS = (8, 16, 32)
@@ -404,6 +405,49 @@ def test_names_are_spread_without_overlap():
     assert spread([4.9, 5.0], 0.5, 0.0, 5.0) == [4.5, 5.0]
 
 
+def test_arms_stand_in_the_order_of_the_registry_beside_the_name_they_begin_with(monkeypatch):
+    assert encodings.names() == tables.ORDER
+    arms = ["zeta", "rope_none", "p_rope_reversed", "xpos", "p_rope", "none_scaled", "kerple_log", "rope", "none"]
+    wanted = ["none", "none_scaled", "rope", "rope_none", "p_rope", "p_rope_reversed", "xpos", "kerple_log", "zeta"]
+    assert sorted(arms, key=tables.family) == wanted
+    monkeypatch.setattr(tables, "ORDER", ("kerple_log", "kerple"))
+    assert [tables.named_after(arm) for arm in ("kerple_log_2", "kerple_2", "kerples")] == [
+        "kerple_log",
+        "kerple",
+        None,
+    ]
+
+
+MANY_ARMS = (*encodings.names(), *(f"rope_{kind}" for kind in "abcdefg"), "alibi_a", "alibi_b", "mine", "other")
+
+
+def test_looks_of_many_arms_are_all_different_and_kin_is_alike():
+    looks = figure._looks(MANY_ARMS)
+    assert len({looks[arm] for arm in MANY_ARMS}) == len(MANY_ARMS)
+    assert len({looks[name][0] for name in tables.ORDER}) == len({looks[name][1] for name in tables.ORDER}) == 18
+
+    def hue(colour):
+        return colorsys.rgb_to_hsv(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))[0]
+
+    for arm in (arm for arm in MANY_ARMS if arm.startswith(("rope_", "alibi_"))):
+        assert hue(looks[arm][0]) == pytest.approx(hue(looks[arm.partition("_")[0]][0]), abs=0.01)
+    few = figure._looks(["rope", "rope_a", "mine"])
+    assert [few[arm][0] for arm in ("rope_a", "mine")] == list(figure.SPARE_COLOURS[:2])
+
+
+def test_many_arms_have_room_for_their_names_and_leave_the_nulls_to_the_tables(tmp_path):
+    finished(tmp_path)
+    one = read(tmp_path)
+    everything = pd.concat([one.assign(encoding=arm, point=arm) for arm in MANY_ARMS], ignore_index=True)
+    drawn = report.curves(everything, tmp_path / "curves.png")
+    (axis,) = drawn.axes
+    heights = sorted(text.get_window_extent().y0 for text in axis.texts)
+    assert len(heights) == len(MANY_ARMS)
+    assert np.diff(heights).min() >= axis.texts[0].get_window_extent().height - 2
+    assert lines(axis, "--") == []
+    assert "nulls are in the tables" in drawn.legends[0].get_texts()[0].get_text()
+
+
 def test_claims_are_judged_on_numbers():
     seen = Seen(
         8, {"rope": {8: ("ok", 2.0), 16: ("ok", 2.2), 32: ("ok", 4.0)}, "alibi": {8: ("ok", 2.0), 32: ("ok", 2.1)}}
@@ -427,6 +471,28 @@ def test_expected_says_what_was_seen_and_leaves_out_absent_arms(tmp_path):
     assert found["every arm learns: under a unigram's 4.38 at its own length"][1] == "yes"
     assert not any("t5" in statement or "learned" in statement for statement in found)
     assert len(found) < len(CLAIMS)
+
+
+def scaled(**cells):
+    """Trained at 8; bits per byte at 8, 16 and 32 of each transform, `_` for : and = in its name."""
+    named = {name.replace("_", ":factor="): values for name, values in cells.items()}
+    return Seen(
+        8, {name: dict(zip((8, 16, 32), (("ok", each) for each in row), strict=True)) for name, row in named.items()}
+    )
+
+
+def test_claims_about_transforms_are_judged_within_and_past_their_length():
+    """pi by 2 is worse than the model as trained at 32, which it isn't meant for."""
+    seen = scaled(none=(2.0, 3.0, 4.0), pi_2=(2.2, 2.4, 5.0), ntk_2=(2.1, 2.3, 3.5), ntk_4=(2.3, 2.45, 2.5))
+    assert worst_as_trained(seen) == ("16: 3.00, worst ntk:factor=4 2.45; 32: 4.00, worst ntk:factor=4 2.50", True)
+    assert dearer("pi", "ntk")(seen) == ("factor=2: 2.200 and 2.100", True)
+    assert fails_past_reach(seen) == ("least ntk:factor=2 1.52x, most 2.08x", True)
+    better = scaled(none=(2.0, 2.3, 2.4), pi_2=(2.0, 2.4, 2.45), ntk_2=(2.1, 2.2, 3.0))
+    assert worst_as_trained(better)[1] is False
+    assert dearer("pi", "ntk")(better)[1] is False
+    assert fails_past_reach(better) == ("least pi:factor=2 1.02x, most 1.36x", False)
+    alone = scaled(none=(2.0, 2.3, 2.4))
+    assert [check(alone)[1] for check in (worst_as_trained, dearer("pi", "ntk"), fails_past_reach)] == [None] * 3
 
 
 def test_claims_about_a_corpus_are_left_out_on_another(tmp_path):

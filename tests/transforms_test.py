@@ -237,6 +237,17 @@ def rows(place):
     return make
 
 
+def lengthened(formula, least=1.0):
+    """`formula` with logits times ln n / ln L of a query that sees n keys, at least `least`."""
+
+    def make(parameters):
+        own = formula(parameters)
+        scale = lambda i: max(least, math.log(i + 1) / math.log(L))  # noqa: E731
+        return own._replace(logit=lambda q, k, i, j, head: scale(i) * own.logit(q, k, i, j, head))
+
+    return make
+
+
 S = N / L
 SCALES = {
     "pi": turned([1 / S] * 4),
@@ -264,6 +275,11 @@ CASES = [
     ("learned", "interpolate:factor=2", rows(lambda p: min(p / 2, L - 1))),
     ("learned", "clamp", rows(lambda p: min(p, L - 1))),
     ("learned", "wrap", rows(lambda p: p % L)),
+    ("alibi", "log_n", lengthened(oracle.alibi)),
+    ("t5", "log_n:beyond=false", lengthened(oracle.t5, 0.0)),
+    ("rope", "rerope+log_n", lengthened(moved(oracle.rope, clipped(8)))),
+    ("rope", "pi+log_n", lengthened(turned([1 / S] * 4))),
+    ("learned", "log_n+wrap", lengthened(rows(lambda p: p % L))),
 ]
 
 
@@ -400,6 +416,8 @@ def test_distances_are_changed_from_those_that_the_cache_shows(text, pair):
     ("p_rope", "pi", "pi: changes the frequencies of rope, which p_rope is not"),
     ("cope", "clip", "cope orders all keys of a query together"),
     ("fire", "self_extend", "fire does not depend on distances alone"),
+    ("fox", "clip", "clip: changes the distances that an encoding is shown; fox sees no distance"),
+    ("alibi", "log_n+yarn", "yarn: changes the frequencies of rope, which alibi is not"),
     ("learned", "wrap:original=17", r"wrap: reads row 16 of a table of 16 rows"),
     ("rope", "self_extend:window=16", "self_extend: window 16 leaves none of 16 trained distances"),
 ])  # fmt: skip
@@ -425,6 +443,9 @@ def test_an_encoding_of_another_kind_is_refused_by_name(name, text, message):
     ("base:base=1", "base: base 1.0 is out of range; above 1"),
     ("clip:limit=0", "clip: limit 0 is out of range; at least 1"),
     ("self_extend:group=1.5", r"self_extend\.group: expected int, got '1.5'"),
+    ("pi+", "no transform ''"),
+    ("none+pi", "no transform 'none'"),
+    ("pi+yarn+pi:factor=3", r"pi\+yarn\+pi: pi twice; each once"),
 ])  # fmt: skip
 def test_what_is_no_transform_is_refused_by_field(text, message):
     with pytest.raises(ConfigError, match=rf"^eval\.transforms: .*{message}"):
@@ -442,6 +463,21 @@ def test_one_transform_has_one_spelling():
         config.read({}, {"eval.transforms": ()})
     with pytest.raises(ConfigError, match=r"eval\.transforms: .* a stream is read without"):
         config.read({}, {"eval.transforms": ("pi",), "eval.protocols": ("stream",)})
+
+
+def test_logits_are_scaled_once():
+    model = loaded("alibi", logit_scale="learned")
+    with pytest.raises(TransformError, match=r"log_n: scales logits, which model\.logit_scale 'learned' does"):
+        under("log_n", model)
+
+
+def test_distances_of_a_sum_are_those_of_both_parts():
+    model = loaded("sum", encoding_options={"first": "rope", "second": "t5"})
+    assert under("clip:limit=5", model).config.distances is not None
+    with pytest.raises(TransformError, match="sum does not depend on distances alone"):
+        under("clip:limit=5", loaded("sum", encoding_options={"first": "sinusoidal", "second": "t5"}))
+    with pytest.raises(TransformError, match="sum sees no distance"):
+        under("clip:limit=5", loaded("sum", encoding_options={"first": "none", "second": "fox"}))
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
@@ -551,6 +587,14 @@ def test_a_table_has_a_row_for_each_arm_and_transform(folder):
         stored - cells(run_of(folder, "rope"))["", 12, "none"]["bits_per_byte"]
     )
     assert judged.loc[("alibi", "pi"), "verdict"] == "n/a"
+    as_trained = cells(run_of(folder, "rope"))["", 8, "none"]["bits_per_byte"]
+    masked = cells(run_of(folder, "rope"))["pi", 12, "window_mask"]["bits_per_byte"]
+    at = ("rope", "pi")
+    assert judged.loc[at, "own_difference"] == pytest.approx(stored - as_trained), "its 1x is that without pi"
+    assert judged.loc[at, "null_difference"] == pytest.approx(stored - min(as_trained, masked))
+    alone: Any = verdicts_module.statistics(rows[rows["transform"] == "pi"], folder)
+    [own] = alone[(alone.null == "none") & (alone.eval_length == 12) & (alone.encoding == "rope")].own_difference
+    assert own == pytest.approx(stored - cells(run_of(folder, "rope"))["pi", 8, "none"]["bits_per_byte"])
 
 
 def test_a_report_names_transforms_and_old_rows_have_none(folder, tmp_path):

@@ -167,6 +167,16 @@ def test_each_verdict_from_sums(tmp_path):
     assert ends == {("alibi", 32, "longest evaluated"), ("t5", 16, ""), ("rope", 32, "longest evaluated")}
 
 
+def test_what_float32_rounds_is_no_gain(tmp_path):
+    """The same sums in another order differ in the seventh digit, in every document the same way perhaps."""
+    arm(tmp_path, "fox", values=(2.0, 2.0 - 4e-6, 2.0 - 4e-6), masked=(2.0, 2.0), spread=0.0)
+    arm(tmp_path, "rope", values=(2.0, 2.0 - 4e-5, 2.0 - 4e-5), masked=(2.0, 2.0), spread=0.0)
+    frame = statistics(tmp_path)
+    assert cell(frame, "fox", 16).null_high95 < 0
+    assert by_verdict(frame, "fox") == {8: "", 16: STABLE, 32: STABLE}
+    assert by_verdict(frame, "rope") == {8: "", 16: EXTRAPOLATES, 32: EXTRAPOLATES}
+
+
 def test_the_margin_is_a_share_of_the_own_value(tmp_path):
     arm(tmp_path, values=(2.0, 2.01, 2.03))
     assert by_verdict(statistics(tmp_path, margin=0.004))[16] == FAILS

@@ -20,7 +20,11 @@ class Sinusoidal(Encoding):
         formula="x_p + scale * [sin(p theta_k), cos(p theta_k)], theta_k = 10000^(-2k/M)",
         source="Vaswani et al. 2017, arXiv:1706.03762",
         parameters="0",
-        beyond="defined everywhere, but phases unseen in training: fails soon past the training length",
+        beyond=(
+            "no: defined everywhere, but later positions have phases unseen in training, which every layer reads: "
+            "fails soon"
+        ),
+        cost="one addition a channel and token, once, at the input; logits untouched",
     )
     shift_invariant = False
 
@@ -51,7 +55,8 @@ class Learned(Encoding):
         formula="x_p + E[p]",
         source="Gehring et al. 2017, arXiv:1705.03122; Radford et al. 2019 (GPT-2)",
         parameters="(rows or L) * M",
-        beyond="n/a: undefined past the table; rows past the training length stay untrained",
+        beyond="n/a: undefined past the table, which has no row there; rows past the training length stay untrained",
+        cost="one row looked up and added a token, once, at the input; logits untouched",
     )
     shift_invariant = False
 

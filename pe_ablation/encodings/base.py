@@ -3,6 +3,11 @@
 Letters in shapes: B batch, T queries, S keys, H heads, D head dim, M model dim. Positions are int32; a negative one is
 an empty slot. Hooks are pure and finite for every pair of positions, future and empty ones included. They know neither
 the sequence length, nor a cache, nor whether the model trains or decodes.
+
+Subclasses override what they need. Options are the keyword-only parameters of `__init__`, annotated, with defaults.
+With `recentred`, attention takes one number per tile from the positions that `query` and `key` are shown. `per_layer`
+names the parameters that are one per layer in the paper, as paths with slashes: a name stands for all below it.
+`nested` names the options that are encodings themselves, each with its own options in NAME_options.
 """
 
 import enum
@@ -47,21 +52,23 @@ class Sizes(NamedTuple):
 
 
 class About(NamedTuple):
-    """The card of an encoding: `parameters` is an expression in H, D, M, L (training length) and the options."""
+    """The card of an encoding.
+
+    `parameters` is an expression in H, D, M, L (training length) and the options. `beyond` says whether it reads past
+    its training length (yes, window: flat but without using far keys, partly, no, n/a), a colon, and why. `cost` is
+    what it adds to attention, in operations and memory, and whether a plain product or a fused kernel is left.
+    """
 
     formula: str
     source: str
     parameters: str
     beyond: str
+    cost: str = ""
 
 
 class Encoding(nnx.Module):
     """No positional encoding: the causal mask is the only order information.
 
-    Subclasses override what they need. Options are the keyword-only parameters of `__init__`, annotated, with defaults.
-    With `recentred`, attention takes one number per tile from the positions that `query` and `key` are shown.
-    `per_layer` names the parameters that are one per layer in the paper, as paths with slashes: a name stands for all
-    below it. `nested` names the options that are encodings themselves, each with its own options in NAME_options.
     Source: Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466.
     """
 
@@ -69,7 +76,11 @@ class Encoding(nnx.Module):
         formula="l_ij = q_i . k_j / sqrt(D)",
         source="Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466",
         parameters="0",
-        beyond="defined everywhere; holds for a little past the training length, then drifts",
+        beyond=(
+            "no: defined everywhere, but what layers count of positions drifts as the keys of a query grow in number; "
+            "holds for a little past the training length"
+        ),
+        cost="nothing: logits are the plain product of queries and keys, which any fused kernel computes",
     )
     scores: Scores = Scores.NONE
     shift_invariant: bool = True
@@ -80,6 +91,11 @@ class Encoding(nnx.Module):
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         del sizes, rngs
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether any hook reads positions, beyond which slots are empty and what came before."""
+        return type(self) is not Encoding
 
     def overrides(self, hook: str) -> bool:
         """Whether a hook (`embed`, `query`, ...) is another than the identity."""

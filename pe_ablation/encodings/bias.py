@@ -45,7 +45,10 @@ class ALiBi(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) - m_h (i - j)",
         source="Press et al. 2022, arXiv:2108.12409",
         parameters="learned * (heads or H)",
-        beyond="defined everywhere; stays flat, since far keys fade out: a soft window",
+        beyond=(
+            "window: defined everywhere; stays flat, since far keys fade out, and for the same reason they are not used"
+        ),
+        cost="a multiplication and an addition a logit, no table; a fused kernel serves if it takes a slope a head",
     )
     scores = Scores.BIAS
 
@@ -89,7 +92,14 @@ class T5(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) + E[bucket(i - j), h]",
         source="Raffel et al. 2020, arXiv:1910.10683",
         parameters="num_buckets * H",
-        beyond="defined everywhere: the last bucket serves all far distances; degrades slowly if it was trained",
+        beyond=(
+            "partly: the last bucket serves all far distances, so none is new if it was trained, but ever more keys "
+            "share it: degrades slowly"
+        ),
+        cost=(
+            "a gather and an addition a logit; a fused kernel serves if it takes a bias. Backwards a one-hot product, "
+            "num_buckets multiplications a logit"
+        ),
     )
     scores = Scores.BIAS
 

@@ -35,7 +35,11 @@ class Sum(Encoding):
         formula="l_ij = first's + second's - q_i . k_j / sqrt(D)",
         source="that of `first` and that of `second`",
         parameters="first + second",
-        beyond="where both are defined",
+        beyond=(
+            "as its parts: defined where both are; what fails in one of them fails here, unless the other takes the "
+            "weight off far keys"
+        ),
+        cost="that of both; one plain product where that is so of both",
     )
     nested: ClassVar[tuple[str, ...]] = ("first", "second")
 
@@ -68,6 +72,10 @@ class Sum(Encoding):
     @property
     def _parts(self) -> tuple[Encoding, Encoding]:
         return self.first, self.second
+
+    @property
+    def reads_positions(self) -> bool:
+        return any(part.reads_positions for part in self._parts)
 
     def overrides(self, hook: str) -> bool:
         return any(part.overrides(hook) for part in self._parts)
@@ -132,7 +140,11 @@ class Dape(Encoding):
         formula="l_ij = s_ij + B_ij + MLP([s_ij; B_ij]), s_ij = q_i . k_j / sqrt(D) of all heads, B the bias of `base`",
         source="Zheng et al. 2024, arXiv:2405.14722",
         parameters="(3 * H + 1) * width + base per layer",
-        beyond="defined where its base is; far biases reach the MLP at sizes unseen in training",
+        beyond="as its base: defined where that is; far biases reach the MLP at sizes unseen in training",
+        cost=(
+            "3 H width multiplications a pair of a query and a key, and width numbers in memory; all heads of a pair "
+            "at once, so no fused kernel, which has one head at a time"
+        ),
     )
     scores = Scores.CONTENT
     nested: ClassVar[tuple[str, ...]] = ("base",)

@@ -34,7 +34,14 @@ class TransformerXL(Encoding):
         formula="l_ij = [(q_i + u) . k_j + (q_i + v) . (W_R R_(i-j))] / sqrt(D)",
         source="Dai et al. 2019, arXiv:1901.02860",
         parameters="2 * H * D (shared) + M * H * D per layer",
-        beyond="defined everywhere; degrades past the training length, less with a clamped distance",
+        beyond=(
+            "partly: sinusoids of unseen distances are bounded, but what W_R makes of them is untrained; with a "
+            "clamped distance none is unseen"
+        ),
+        cost=(
+            "M D multiplications a token and head for W_R, then queries and keys D + M wide instead of D, in a plain "
+            "product; with clamp D wide, and (clamp + 1) D multiplications a query and head and a gather a logit"
+        ),
     )
     per_layer: ClassVar[tuple[str, ...]] = ("projection",)
 
@@ -92,7 +99,13 @@ class Shaw(Encoding):
         formula="l_ij = q_i . (k_j + a^K_c) / sqrt(D), o_i = sum_j w_ij (v_j + a^V_c), c = min(i - j, clip)",
         source="Shaw et al. 2018, arXiv:1803.02155",
         parameters="(clip + 1) * D * (1 + values) per layer",
-        beyond="defined everywhere: the last vector serves all far distances, and was trained if clip < L",
+        beyond=(
+            "partly: the last vector serves all far distances, and was trained if clip < L, but ever more keys share it"
+        ),
+        cost=(
+            "(clip + 1) D multiplications a query and head and a gather a logit; for a^V a one-hot product, clip + 1 "
+            "multiplications a weight, and then no fused kernel, which keeps no weights"
+        ),
     )
     scores = Scores.CONTENT
     per_layer: ClassVar[tuple[str, ...]] = ("keys", "vectors")

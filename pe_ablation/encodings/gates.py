@@ -24,7 +24,11 @@ class CoPE(Encoding):
         formula="l_ij = (q_i . k_j + q_i . e[p_ij]) / sqrt(D), p_ij = sum_(t=j..i) sigmoid(q_i . k_t / sqrt(D))",
         source="Golovneva et al. 2024, arXiv:2405.18719",
         parameters="(count or L + 1) * D per layer",
-        beyond="defined everywhere: the last row serves all far keys, and trains only if gates add up to it",
+        beyond="partly: counts end at the last row, which serves all far keys, and trains only if gates add up to it",
+        cost=(
+            "all keys of a query at once: no blocks of keys, no fused kernel; a sigmoid, a sum and two gathers a "
+            "logit, count D multiplications a query and head"
+        ),
     )
     scores = Scores.ROW
     per_layer: ClassVar[tuple[str, ...]] = ("table",)
@@ -81,10 +85,18 @@ class FoX(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) + sum_(t=j+1..i) log f_t, f_t = sigmoid(w_h . x_t + b_h)",
         source="Lin et al. 2025, arXiv:2503.02130",
         parameters="M * H + H per layer",
-        beyond="defined everywhere; what is forgotten stays so, which keeps the context near its trained length",
+        beyond=(
+            "window: defined everywhere; what is forgotten stays so, at any distance, which keeps the context near "
+            "its trained length"
+        ),
+        cost=(
+            "M multiplications and a logarithm a token and head, two numbers a token and head kept beside the keys, "
+            "and four additions a logit; a fused kernel serves if it takes the cumulative sums of both sides"
+        ),
     )
     scores = Scores.CONTENT
     per_layer: ClassVar[tuple[str, ...]] = ("gate", "bias")
+    reads_positions: bool = False
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs, *, bias: float = 0.0):
         self.gate = normal(rngs, sizes.model_dim, sizes.num_heads)

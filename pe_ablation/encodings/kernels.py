@@ -32,7 +32,14 @@ class KerpleLog(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) - r1_h ln(1 + r2_h (i - j))",
         source="Chi et al. 2022, arXiv:2205.09921",
         parameters="2 * H",
-        beyond="defined everywhere; holds, since the bias grows ever more slowly and far keys stay in reach",
+        beyond=(
+            "yes: defined everywhere; the bias grows ever more slowly, so far keys stay in reach and no distance is "
+            "far from those seen"
+        ),
+        cost=(
+            "a logarithm, two multiplications and two additions a logit, no table; a fused kernel serves if it takes "
+            "a bias"
+        ),
     )
     scores = Scores.BIAS
 
@@ -57,7 +64,11 @@ class KerplePower(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) - r1_h (i - j)^r2_h",
         source="Chi et al. 2022, arXiv:2205.09921",
         parameters="2 * H",
-        beyond="defined everywhere; stays flat like ALiBi where the powers are large: a soft window",
+        beyond="window: defined everywhere; stays flat like ALiBi where powers are large, since far keys fade out",
+        cost=(
+            "a logarithm a pair of a query and a key, an exponential, two multiplications and an addition a logit, no "
+            "table; a fused kernel serves if it takes a bias"
+        ),
     )
     scores = Scores.BIAS
 
@@ -86,7 +97,15 @@ class Fire(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) + f(psi(i - j) / psi(max(i, L)))_h, psi(x) = ln(1 + c x)",
         source="Li et al. 2024, arXiv:2310.04418",
         parameters="2 + 2 * width + (hidden_layers - 1) * (width + 1) * width + width * H",
-        beyond="defined everywhere: distances are scaled to the query's position, so all stay in [0, 1]",
+        beyond=(
+            "yes: defined everywhere; distances are scaled to the query's position, so all stay in [0, 1] as in "
+            "training"
+        ),
+        cost=(
+            "two logarithms and an MLP of width (H + 1) multiplications a pair of a query and a key, width^2 more "
+            "with two layers, and width numbers a pair in memory where a tile is computed; a fused kernel needs the "
+            "finished bias"
+        ),
     )
     scores = Scores.BIAS
     shift_invariant = False
@@ -133,7 +152,14 @@ class Sandwich(Encoding):
         formula="l_ij = q_i . k_j / sqrt(D) + [sum_k cos((i - j) 10000^(-2k/dbar)) - dbar/2] H / (8h)",
         source="Chi et al. 2023, arXiv:2212.10356",
         parameters="0",
-        beyond="defined everywhere; holds: near keys count most, far ones level off",
+        beyond=(
+            "yes: defined everywhere; falls about as a logarithm of the distance, so near keys count most and far "
+            "ones level off"
+        ),
+        cost=(
+            "dbar multiplications a pair of a query and a key for all heads, a multiplication and an addition a "
+            "logit; a fused kernel serves if it takes a bias"
+        ),
     )
     scores = Scores.BIAS
 

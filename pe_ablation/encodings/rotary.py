@@ -74,7 +74,8 @@ class RoPE(Rotary):
         formula="l_ij = (R(i) q_i) . (R(j) k_j) / sqrt(D), R(p) turns pair k by p * base^(-2k/D)",
         source="Su et al. 2021, arXiv:2104.09864",
         parameters="0",
-        beyond="defined everywhere, but slow rotations reach phases unseen in training: fails past about 1.5x",
+        beyond="no: defined everywhere, but slow rotations reach phases unseen in training: fails past about 1.5x",
+        cost="one rotation of q and k: 3 D operations a token and head of each; logits untouched, so a plain product",
     )
 
     def __init__(
@@ -114,7 +115,11 @@ class PRoPE(Rotary):
         formula="RoPE, but R(p) leaves the slowest (1 - p) D/2 pairs as they are",
         source="Barbero et al. 2024, arXiv:2410.06205",
         parameters="0",
-        beyond="defined everywhere; phases unseen in training as with RoPE, save those of the pairs left as they are",
+        beyond=(
+            "no: defined everywhere, but phases unseen in training as with RoPE, save those of the pairs left as they "
+            "are"
+        ),
+        cost="as RoPE; the pairs left as they are could be skipped and are not",
     )
 
     def __init__(
@@ -149,7 +154,14 @@ class XPos(Rotary):
         formula="RoPE, pair k times zeta_k^((i-j)/scale_base), zeta_k = (2k + 0.4 D) / (1.4 D)",
         source="Sun et al. 2022, arXiv:2212.10554",
         parameters="0",
-        beyond="defined everywhere; phases unseen in training as with RoPE, but far keys fade, fast pairs first",
+        beyond=(
+            "no: defined everywhere, but phases unseen in training as with RoPE, weaker where pairs fade; its paper "
+            "adds a window at evaluation"
+        ),
+        cost=(
+            "as RoPE and a power a pair; logits are a plain product, but queries and keys are turned anew for every "
+            "tile of queries, so that no power overflows"
+        ),
     )
     recentred: bool = True
 
