@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. Heavy imports happen inside commands: help and typing errors are quick."""
 
 import argparse
+import functools
 import io
 import os
 import sys
@@ -260,7 +261,8 @@ def _points(file: Any, args: argparse.Namespace) -> Any:
 
     names = sweep.default_sweep(file) if args.sweep is None else args.sweep
     axes = {path: config.from_flags(path, text) for path, text in args.axes.items()}
-    return only.select(sweep.points(file, names, _overrides(args.fields), axes), args.only)
+    keep = functools.partial(only.select, conditions=args.only)
+    return sweep.points(file, names, _overrides(args.fields), axes, keep)
 
 
 def _leave_accelerators() -> None:

@@ -200,8 +200,9 @@ def points(
     sweep_name: str | None,
     overrides: Mapping[str, Any],
     axes: Mapping[str, Sequence[Any]] | None = None,
+    keep: Callable[[list[Point]], list[Point]] = list,
 ) -> list[Point]:
-    """The points of a sweep (None: the config alone), first seen first, each experiment once.
+    """The points of a sweep (None: the config alone) that `keep` leaves, first seen first, each experiment once.
 
     `sweep_name` may be several names with commas between: their product. `axes` replaces all values of a swept field by
     others, `overrides` hold for every point; both come from the command line. Raises ConfigError for an unknown sweep,
@@ -211,19 +212,24 @@ def points(
     overlays = [{}] if sweep_name is None else _named(config_file, sweep_name)
     for path, values in (axes or {}).items():
         overlays = _replace_axis(overlays, path, values, _title(config_file, sweep_name))
-    groups: dict[str, list[Experiment]] = {}
+    groups: dict[Any, list[Experiment]] = {}
     for overlay in overlays:
         _refuse_swept(overlay, overrides, _title(config_file, sweep_name))
         experiment = config.read(config_file.config, {**config.spelled_out(overlay), **config.spelled_out(overrides)})
-        if experiment.start.run is not None:
-            from pe_ablation import start  # and with it all that reads checkpoints
-
-            experiment = start.resolved(experiment)
-        group = groups.setdefault(config.point_identity(experiment), [])
+        group = groups.setdefault((config.point_identity(experiment), experiment.start.run), [])
         _refuse_ambiguous(experiment, group)
         if experiment not in group:
             group.append(experiment)
-    return [Point(tuple(group)) for group in groups.values()]
+    return [_started(point) for point in keep([Point(tuple(group)) for group in groups.values()])]
+
+
+def _started(point: Point) -> Point:
+    """The point with what `start` means for it."""
+    if point.experiments[0].start.run is None:
+        return point
+    from pe_ablation import start  # and with it all that reads checkpoints
+
+    return Point(tuple(map(start.resolved, point.experiments)))
 
 
 def listing(points: Sequence[Point]) -> Iterable[str]:

@@ -58,7 +58,8 @@ def load(run: Run) -> Trained:
     params, alive = found["params"], bool(found["alive"])
     if step < experiment.train.steps and alive and experiment.imported is None:
         raise NotTrained(f"{run.path}: trained to step {step} of {experiment.train.steps} only")
-    unread = untrained.find(folder, step, params)
+    started = experiment.start.run is not None  # entries that no gradient reached may have been trained before
+    unread = None if started else untrained.find(folder, step, params)
     return Trained(run, experiment, tokenizer, gpt, without_values, graph, params, step, alive, unread)
 
 

@@ -195,6 +195,7 @@ def test_a_launched_run_says_what_it_started_with_and_stands_without_it(folder, 
     run = Run(tmp_path / "none")
     assert last_step(run.path / "checkpoints") == 2
     assert trained.load(run).config.encoding == "none"
+    assert trained.load(run).unread is None, "what no gradient reached here may have been trained before"
     assert first > 0
 
 
@@ -207,5 +208,12 @@ def test_a_sweep_reads_it_and_a_dry_run_lists_the_change(folder, tmp_path, capsy
     assert "encoding rope -> alibi; " in capsys.readouterr().out
     [point] = sweep.points(sweep.load(str(file)), None, {"start.run": str(folder / "rope")})
     assert point.experiments[0].start.identity is not None
+    with file.open("a") as end:
+        end.write("def sweep():\n    return [{'encoding.name': name} for name in ('none', 'rope')]\n")
+    fields = [f"--config.start.run={folder / 'rope'}", "--config.start.transform=pi", "--list"]
+    assert cli.main(["launch", "--config", str(file), "--only", "arm=rope", *fields]) == 0, "only what is kept is read"
+    assert "rope-L8" in capsys.readouterr().out
+    assert cli.main(["launch", "--config", str(file), *fields]) == 2
+    assert "the experiment has none()" in capsys.readouterr().err
     assert cli.main(["launch", "--config", str(file), "--dry_run", "--config.start.run=nowhere"]) == 2
     assert "start.run: 'nowhere'" in capsys.readouterr().err
