@@ -35,9 +35,9 @@ def run(tmp_path_factory):
     return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loaded(run):
-    return lambda name, **overrides: trained.load(run(name, **overrides))
+    return functools.cache(lambda name, **overrides: trained.load(run(name, **overrides)))
 
 
 @functools.cache

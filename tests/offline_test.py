@@ -34,6 +34,7 @@ def command(tmp_path):
         (tmp_path / f"{name}.txt").write_bytes(b"some text of mine, again and again; " * 4)
     paths = os.pathsep.join([str(tmp_path / "blocked"), *filter(None, sys.path)])
     env = {**os.environ, "PYTHONPATH": paths, "PE_ABLATION_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # a run of two steps
 
     def run(*argv):
         whole = [sys.executable, "-W", "error:::pe_ablation", "-m", "pe_ablation", *argv]

@@ -67,8 +67,8 @@ def test_a_model_is_shown_the_positions_and_masks_by_place(name):
         rtol=1e-4,
         atol=1e-4,
     )
-    narrow = run(graph, parameters, tokens, placed=placed, mask=Mask(window=2))
-    changed = run(graph, parameters, tokens.at[:, 0].set((tokens[:, 0] + 1) % 13), placed=placed, mask=Mask(window=2))
+    windowed = jax.jit(lambda tokens: nnx.merge(graph, parameters)(tokens, placed=placed, mask=Mask(window=2)))
+    narrow, changed = windowed(tokens), windowed(tokens.at[:, 0].set((tokens[:, 0] + 1) % 13))
     np.testing.assert_allclose(narrow[:, 3:], changed[:, 3:], rtol=1e-5, atol=1e-5)  # two layers reach two tokens back
     assert float(jnp.abs(narrow[:, 2] - changed[:, 2]).max()) > 1e-4
 
