@@ -113,7 +113,7 @@ OPTIONS = {
     "alibi": {"learned": False, "heads": None},
     "t5": {"num_buckets": 32, "max_distance": 128},
     "transformer_xl": {"clamp": None},
-    "p_rope": {"p": 0.75, "reversed": False, "base": 10000.0, "interleaved": False},
+    "p_rope": {"p": 0.75, "reversed": False, "partial": False, "base": 10000.0, "interleaved": False},
     "xpos": {"scale_base": 512.0, "base": 10000.0, "interleaved": False},
     "shaw": {"clip": 16, "values": True},
     "cope": {"count": None, "gate_scale": True, "after_scale": False},

@@ -142,8 +142,11 @@ def transformer_xl(parameters: Parameters, clamp: int | None = None) -> Formula:
     return Formula(_unchanged, logit)
 
 
-def p_rope(parameters: Parameters, p: float = 0.75, reversed: bool = False, base: float = 10_000.0,
-           interleaved: bool = False) -> Formula:  # fmt: skip
+def p_rope(parameters: Parameters, p: float = 0.75, reversed: bool = False, partial: bool = False,
+           base: float = 10_000.0, interleaved: bool = False) -> Formula:  # fmt: skip
+    if partial:
+        return rope(parameters, fraction=p, base=base, interleaved=interleaved)
+
     def turned(x, position):
         pairs = len(x) // 2
         kept = math.floor(p * pairs)

@@ -666,6 +666,7 @@ REFUSED = [
     ("p_rope", (2, 7, 14, L), {}, ["model_dim", "head_dim 7", "odd"]),
     ("p_rope", (H, D, M, L), {"p": 1.5}, ["encoding.options.p", "1.5"]),
     ("p_rope", (H, D, M, L), {"base": 0.5}, ["encoding.options.base", "0.5"]),
+    ("p_rope", (H, D, M, L), {"partial": True, "reversed": True}, ["encoding.options.partial", "reversed"]),
     ("xpos", (2, 7, 14, L), {}, ["model_dim", "head_dim 7", "odd"]),
     ("xpos", (H, D, M, L), {"scale_base": 0.0}, ["encoding.options.scale_base", "0.0"]),
     ("shaw", (H, D, M, L), {"clip": 0}, ["encoding.options.clip", "0"]),

@@ -51,6 +51,9 @@ def test_the_frequencies_that_are_kept_are_those_of_all_dims():
     assert build("p_rope", 64).per_token == (*rope[:24], *[0.0] * 8)
     assert build("p_rope", 64, reversed=True).per_token == (*[0.0] * 8, *rope[8:])
     assert build("p_rope", 64, p=0.25).per_token == (*rope[:8], *[0.0] * 24)
+    partly = build("p_rope", 64, p=0.25, partial=True)
+    assert partly.per_token == build("rope", 64, fraction=0.25).per_token and len(partly.per_token) == 8
+    assert build("p_rope", 64, p=0.0, partial=True).per_token == (0.0,) * 32
     kept = np.asarray(build("p_rope", 64, p=0.5).frequencies)
     np.testing.assert_allclose(kept[[0, 1, 15]], [1.0, 0.749894209, 0.013335214], atol=5e-10)
     assert (kept[16:] == 0).all()  # RoPE of the first half of the dims would have 1e-4 ** (15 / 16) at 15

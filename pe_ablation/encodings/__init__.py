@@ -85,6 +85,7 @@ def instances() -> tuple[tuple[str, dict[str, Any]], ...]:
         ("dape", {"base": "kerple_log", "width": 3}),
         ("transformer_xl", {"clamp": 5}),
         ("p_rope", {"p": 0.5, "reversed": True, "interleaved": True}),
+        ("p_rope", {"p": 0.5, "partial": True}),
         ("xpos", {"scale_base": 1024.0, "interleaved": True}),
         ("shaw", {"clip": 3, "values": False}),
         ("cope", {"count": 4, "gate_scale": False, "after_scale": True}),

@@ -107,7 +107,8 @@ class RoPE(Rotary):
 class PRoPE(Rotary):
     """RoPE with the highest floor(p D/2) of its D/2 frequencies, the others 0; `reversed` keeps the lowest instead.
 
-    The frequencies are those of all D dims, unlike with RoPE's `fraction`; p = 0 is no encoding, p = 1 RoPE.
+    The frequencies are those of all D dims; p = 0 is no encoding, p = 1 RoPE. `partial` turns as many pairs, but the
+    first dims alone and with frequencies of their own, down to the lowest: RoPE's `fraction`.
     Source: Barbero et al. 2024, arXiv:2410.06205.
     """
 
@@ -129,14 +130,20 @@ class PRoPE(Rotary):
         *,
         p: float = 0.75,
         reversed: bool = False,
+        partial: bool = False,
         base: float = 10_000.0,
         interleaved: bool = False,
     ):
         del rngs
         if not 0 <= p <= 1:
             raise ValueError(f"encoding.options.p: {p} is not a share of the frequencies; from 0 to 1")
+        if partial and reversed:
+            raise ValueError("encoding.options.partial: True with reversed, which is about the frequencies of all dims")
         pairs = _pairs(sizes)
         kept = int(p * pairs + 1e-9)  # 0.29 * 100 is less than 29
+        if partial and kept:
+            super().__init__(_frequencies(kept, base), interleaved)
+            return
         of_pair = np.arange(pairs)
         turns = of_pair >= pairs - kept if reversed else of_pair < kept
         super().__init__(np.where(turns, _frequencies(pairs, base), 0.0), interleaved)
