@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "ok    " if self.ok else "FAILED"
-        return f"{verdict}  {self.name:<44} {self.found:.3g} (allowed {self.allowed:.3g})  {self.note}".rstrip()
+        return f"{verdict}  {self.name:<45} {self.found:.3g} (allowed {self.allowed:.3g})  {self.note}".rstrip()
 
 
 class Run(NamedTuple):
