@@ -265,6 +265,11 @@ def _scores(encoding, query, key, q, k, seen):
     """float32 logits [B,H,T,S] of the keys that one view is shown."""
     vectors = query.projected, key.projected
     if encoding.recentred:
+        if encoding.span is not None and query.pos.shape[1] > encoding.span:
+            raise ValueError(
+                f"{query.pos.shape[1]} queries in a tile, where this encoding serves positions {encoding.span} apart; "
+                "implementation 'blockwise' has smaller tiles"
+            )
         about = centred(query.pos, key.pos)
         vectors = encoding.query(vectors[0], about[0]), encoding.key(vectors[1], about[1])
     scores = jnp.einsum("bthd,bshd->bhts", *vectors, preferred_element_type=jnp.float32)

@@ -155,7 +155,8 @@ Scores say what the hook of the logits does, and so which kernels of attention c
 {meanings}
 
 Past L: `yes`; `window`: stays flat, without using what is far away; `partly`; `no`; `n/a`: it has no position there.
-That is what formulas and papers lead one to expect; what was measured is in [experiments](../experiments)."""
+That is what formulas and papers lead one to expect; what one small model of each did, which is not always that, is in
+[experiments/catalogue](../experiments/catalogue/README.md)."""
 
 
 def _section(name: str) -> str:

@@ -133,7 +133,7 @@ def worst_as_trained(seen: Seen) -> tuple[str, bool | None]:
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         if values:
             worst = max(values, key=lambda name: values[name])
-            texts.append(f"{length}: {seen.at('none', length):.2f}, worst {worst} {values[worst]:.2f}")
+            texts.append(f"{length}: {seen.at('none', length):.3f}, worst {worst} {values[worst]:.3f}")
             holds.append(values[worst] < seen.at("none", length))
     return "; ".join(texts) or "not there", all(holds) if holds else None
 

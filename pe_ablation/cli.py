@@ -482,7 +482,10 @@ def _transforms(args: argparse.Namespace) -> int:
 def _rotations(args: argparse.Namespace) -> Iterator[str]:
     from pe_ablation import config, record, rotations
 
-    experiment = record.find(args.run)[0].experiment
+    runs = record.find(args.run)
+    if len({run.config["point"] for run in runs}) > 1:
+        raise config.ConfigError(f"--run: {args.run} holds {len(runs)} runs; name one, such as {runs[0].path}")
+    experiment = runs[0].experiment
     length = experiment.eval.longest(experiment.train.length) if args.length is None else args.length
     if length < 1:
         raise config.ConfigError(f"--length: {length} is not a length; at least 1")

@@ -681,7 +681,13 @@ def _check_positions(experiment: Experiment) -> None:
     longest = experiment.eval.longest(train.length) if chosen.placed(train.length) else train.length
     if chosen.maximum < longest:
         raise ConfigError(f"positions.maximum: {chosen.maximum} is below the longest window of {longest} tokens")
-    limit = max_position(experiment.gpt(vocab_size=258))
+    gpt = experiment.gpt(vocab_size=258)
+    spans = [span for slot in gpt.distinct if (span := transforms.built(gpt, slot).span) is not None]
+    if spans and chosen.maximum > min(spans):
+        raise ConfigError(
+            f"positions.maximum: {chosen.maximum}, but the encoding serves queries up to {min(spans)} positions apart"
+        )
+    limit = max_position(gpt)
     if limit is not None and chosen.maximum > limit:
         raise ConfigError(
             f"positions.maximum: {chosen.maximum}, but {experiment.encoding.name} has {limit} positions; set "

@@ -249,6 +249,16 @@ def _scores(subject: Subject) -> Iterator[Result]:
         yield Result("a key moves none behind it", float(moved[4:].max()), 0)
 
 
+def _linear_values(subject: Subject) -> Iterator[Result]:
+    """Weights are given up to a factor for each query, so what is added to the values has that factor too."""
+    encoding, (q, k, x, _) = subject.encoding, _few()
+    one, other = (jnp.asarray(np.abs(_numbers(seed, B, H, T, T))) for seed in (14, 15))
+    sides = _side(encoding, q, x, ORDERED), _side(encoding, k, x, ORDERED)
+    both, first, second = (encoding.values(each, *sides) for each in (2 * one + other, one, other))
+    if both is not None and first is not None and second is not None:
+        yield Result("values are linear in the weights", _apart(both, 2 * first + second), 1e-5)
+
+
 def _shift_invariance(subject: Subject) -> Iterator[Result]:
     """Claimed: shifted positions change no seen logit, but for the rounding of angles. Denied: a shift shows."""
     place = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
@@ -421,6 +431,7 @@ ALONE: tuple[Check, ...] = (
     _parameter_count,
     _jit_equals_eager,
     _scores,
+    _linear_values,
     _shift_invariance,
     _finite,
     _blockwise_and_seeds,

@@ -108,6 +108,12 @@ class GPTConfig:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: {', '.join(values)}")
         if self.logit_scale != "none" and self.train_length < 2:
             raise ValueError(f"logit_scale: {self.logit_scale!r} needs a training length of 2 at least: ln 1 is 0")
+        names = [slot.name for slot in self.slots]
+        if self.encoding not in ("none", *names):
+            raise ValueError(
+                f"encoding.name: {self.encoding!r}, but no layer of the pattern has it; allowed: none, "
+                f"{', '.join(dict.fromkeys(names))}"
+            )
         for slot in self.distinct:
             _check_encoding(self, slot)
 

@@ -4,8 +4,9 @@
     encoding.name = "none"           of a run of another encoding: the encoding is dropped (DroPE; Gelberg et al. 2025,
                                      arXiv:2512.12167)
 
-Weights outside the encoding are taken as they are. So are those of the encoding, where it is the same one; of another
-one they are new, and the old ones are dropped: `check` says which. The optimizer and the batches begin anew.
+Weights outside the encoding are taken as they are. So are those of the encoding, where it is the same one, and options
+that the experiment doesn't give are the run's; of another one they are new, and the old ones are dropped: `check` says
+which. The optimizer and the batches begin anew.
 """
 
 import dataclasses
@@ -29,19 +30,25 @@ BESIDE = "/logit_scale"  # a parameter of the blocks that comes and goes with a 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What becomes of the weights in `source`: how many arrays are copied, and by path those dropped and new."""
+    """What becomes of the weights in `source`: encodings before and after, the transform between them, and by path the
+    arrays that are copied, made of others by the transform, dropped, and new.
+    """
 
     source: Path
     before: str
     after: str
+    transform: str
     copied: tuple[str, ...]
+    made: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, tuple[int, ...]]
     new: Mapping[str, tuple[int, ...]]
 
     def __str__(self) -> str:
+        under = "" if self.transform == "none" else f" under {self.transform}"
         return (
-            f"starts with {self.source}: encoding {self.before} -> {self.after}; {len(self.copied)} arrays copied; "
-            f"dropped: {_listed(self.dropped)}; new: {_listed(self.new)}"
+            f"starts with {self.source}{under}: {self.before} -> {self.after}; {len(self.copied)} arrays copied; "
+            + (f"made of the trained ones: {_listed(self.made)}; " if self.made else "")
+            + f"dropped: {_listed(self.dropped)}; new: {_listed(self.new)}"
         )
 
 
@@ -49,17 +56,20 @@ def resolved(experiment: Experiment) -> Experiment:
     """The experiment with what `start` means for it: which weights these are, and the encoding's options under it.
 
     Raises ConfigError for a run that isn't there or isn't trained to its end, and for a transform that is not one of
-    the encoding, or shows it other distances, which is no way to train.
+    the encoding, changes nothing, or shows it other distances, which is no way to train.
     """
     start = experiment.start
     if start.run is None or start.identity is not None:
         return experiment
     run = _source(experiment)
     identity, asked = _identity(start.run, run), config.transform(start.transform, "start.transform")
-    started = dataclasses.replace(start, identity=identity, transform=start.transform)
-    if asked is None:
-        return dataclasses.replace(experiment, start=started)
     before = run.experiment
+    experiment = dataclasses.replace(experiment, start=dataclasses.replace(start, identity=identity))
+    if experiment.encoding.name == before.encoding.name:
+        options = {**before.encoding.options, **experiment.encoding.options}
+        experiment = dataclasses.replace(experiment, encoding=EncodingConfig(experiment.encoding.name, options))
+    if asked is None:
+        return experiment
     if (experiment.encoding, experiment.model.pattern) != (before.encoding, before.model.pattern):
         raise ConfigError(
             f"start.transform: {start.transform!r} changes the encoding of {run.path}, {_encoding(before)}; the "
@@ -72,6 +82,11 @@ def resolved(experiment: Experiment) -> Experiment:
         new = ready.config(old)
     except TransformError as error:
         raise ConfigError(f"start.transform: {error}") from None
+    if new == old:
+        raise ConfigError(
+            f"start.transform: {start.transform!r} changes nothing at train.length {experiment.train.length}, "
+            f"{run.path} having {before.train.length}; name a factor, or train longer"
+        )
     if new.distances is not None or new.pattern is not None:
         raise ConfigError(
             f"start.transform: {start.transform!r} is for reading alone; allowed: what changes frequencies of rope, "
@@ -81,7 +96,7 @@ def resolved(experiment: Experiment) -> Experiment:
         experiment,
         encoding=EncodingConfig(experiment.encoding.name, new.encoding_options),
         model=dataclasses.replace(experiment.model, logit_scale=new.logit_scale),
-        start=dataclasses.replace(started, transform=str(ready)),
+        start=dataclasses.replace(experiment.start, transform=str(ready)),
     )
 
 
@@ -109,8 +124,18 @@ def check(experiment: Experiment) -> Change | None:
             f"data.tokenizer: {new.name} of {new.vocab_size} ids, but {run.path} was trained on {old.name} of "
             f"{old.vocab_size}{', with other merges' if old.name == new.name else ''}"
         )
-    configs = _under(experiment, before, old.vocab_size), experiment.gpt(new.vocab_size)
-    return _change(run, *configs)
+    copied, lost, fresh = _sorted(run, _under(experiment, before, old.vocab_size), experiment.gpt(new.vocab_size))
+    made = [name for name in copied if name == transforms.TABLE and _makes_rows(experiment)]
+    return Change(
+        source=run.path,
+        before=_encoding(before),
+        after=_encoding(experiment),
+        transform=experiment.start.transform,
+        copied=tuple(name for name in copied if name not in made),
+        made={_short(name): copied[name] for name in made},
+        dropped={_short(name): shape for name, shape in lost.items()},
+        new={_short(name): shape for name, shape in fresh.items()},
+    )
 
 
 def parameters(experiment: Experiment, seeds: Sequence[int], fresh: Any) -> Any:
@@ -137,6 +162,12 @@ def recorded(experiment: Experiment) -> dict[str, Any]:
     return {"start": {**dataclasses.asdict(change), "source": str(change.source), "copied": list(change.copied)}}
 
 
+def _makes_rows(experiment: Experiment) -> bool:
+    asked = config.transform(experiment.start.transform, "start.transform")
+    parts = asked.parts if isinstance(asked, transforms.Together) else (asked,)
+    return any(isinstance(each, transforms.Table) for each in parts)
+
+
 def _begun(experiment: Experiment, fresh: Any) -> Any:
     change = check(experiment)
     assert change is not None
@@ -147,7 +178,8 @@ def _begun(experiment: Experiment, fresh: Any) -> Any:
     if asked is not None:
         loaded = transforms.apply(asked, loaded, experiment.train.length)
     old = checkpoint.named(loaded.params)
-    leaves = [old[name] if name in change.copied else leaf for name, leaf in checkpoint.named(fresh).items()]
+    kept = {*change.copied, *(name for name in old if _short(name) in change.made)}
+    leaves = [old[name] if name in kept else leaf for name, leaf in checkpoint.named(fresh).items()]
     return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
 
 
@@ -159,7 +191,8 @@ def _source(experiment: Experiment) -> Run:
         path /= f"seed_{experiment.seed}"
     if not (path / "config.json").exists():
         raise ConfigError(
-            f"start.run: {experiment.start.run!r} is no run, nor a point with a run of seed {experiment.seed}"
+            f"start.run: {experiment.start.run!r} is no run, nor a point with a run of seed {experiment.seed}; a "
+            "launch needs it, also to go on: what starts with its weights is known by them"
         )
     run = Run(path)
     if (run.result() or {}).get("status") != "ok" or checkpoint.last_step(path / "checkpoints") is None:
@@ -180,7 +213,11 @@ def _under(experiment: Experiment, before: Experiment, vocab_size: int) -> GPTCo
     return gpt if asked is None else asked.at(experiment.train.length, before.train.length).config(gpt)
 
 
-def _change(run: Run, before: GPTConfig, after: GPTConfig) -> Change:
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _sorted(run: Run, before: GPTConfig, after: GPTConfig) -> tuple[Shapes, Shapes, Shapes]:
+    """Arrays that both decoders have, that only the one before has, and only the one after; ConfigError for another."""
     old, new = (checkpoint.named(nnx.state(abstract(each))) for each in (before, after))
     pairs = enumerate(zip(before.distinct, after.distinct, strict=False))
     alike = tuple(f"encodings/{at}/" for at, pair in pairs if _alike(*pair))
@@ -196,13 +233,10 @@ def _change(run: Run, before: GPTConfig, after: GPTConfig) -> Change:
     lost = [name for name in {**old, **new} if name not in copied and not is_others(name) and BESIDE not in name]
     if lost:
         raise ConfigError(f"start.run: {run.path} is another model: {', '.join(map(_short, lost))} not in both")
-    return Change(
-        run.path,
-        _named(before),
-        _named(after),
-        tuple(copied),
-        {_short(name): leaf.shape for name, leaf in old.items() if name not in copied},
-        {_short(name): leaf.shape for name, leaf in new.items() if name not in copied},
+    return (
+        {name: new[name].shape for name in copied},
+        {name: leaf.shape for name, leaf in old.items() if name not in copied},
+        {name: leaf.shape for name, leaf in new.items() if name not in copied},
     )
 
 
@@ -215,14 +249,14 @@ def _short(name: str) -> str:
     return name.removesuffix("/value")
 
 
-def _named(config: GPTConfig) -> str:
-    return ", ".join(each.name for each in config.distinct)
-
-
 def _encoding(experiment: Experiment) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in experiment.encoding.options.items())
+    """The encoding in a line: rope(frequencies=[8], magnitude=1.07), and what goes with it."""
+    given = experiment.encoding.options.items()
+    shown = (f"{name}={f'[{len(value)}]' if isinstance(value, tuple) else value}" for name, value in given)
+    options = ", ".join(shown)
     pattern = f" in the pattern {experiment.model.pattern}" if experiment.model.pattern else ""
-    return f"{experiment.encoding.name}({options}){pattern}"
+    scale = experiment.model.logit_scale
+    return f"{experiment.encoding.name}({options}){pattern}{'' if scale == 'none' else f' with logit_scale {scale}'}"
 
 
 def _listed(arrays: Mapping[str, tuple[int, ...]]) -> str:

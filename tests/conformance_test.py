@@ -55,6 +55,10 @@ def __init__(self, sizes, rngs):
     self.table = nnx.Param(jnp.ones((4, sizes.num_heads)))
 """
 WRONG = {
+    "weights squared": ("values are linear in the weights", conformance._linear_values, """
+        def values(self, w, q, k):
+            return jnp.einsum("bhts,bshd->bthd", w**2, k.vec)
+    """),
     "another dtype": ("shapes and dtypes, float32 and bfloat16", conformance._shapes_and_dtypes, """
         def query(self, q, pos):
             return q.astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 import fractions
 import functools
+import math
 import re
 import zlib
 
@@ -669,6 +670,10 @@ REFUSED = [
     ("p_rope", (H, D, M, L), {"partial": True, "reversed": True}, ["encoding.options.partial", "reversed"]),
     ("xpos", (2, 7, 14, L), {}, ["model_dim", "head_dim 7", "odd"]),
     ("xpos", (H, D, M, L), {"scale_base": 0.0}, ["encoding.options.scale_base", "0.0"]),
+    ("xpos", (H, D, M, L), {"scale_base": 31.0}, ["encoding.options.scale_base", "31.0", "at least 32.0"]),
+    ("xpos", (H, D, M, L), {"scale_base": math.inf}, ["encoding.options.scale_base", "inf"]),
+    ("fox", (H, D, M, L), {"bias": math.nan}, ["encoding.options.bias: nan is not a finite number"]),
+    ("sum", (H, D, M, L), {"second_options": {"learned": math.inf}}, ["encoding.options.second_options.learned: inf"]),
     ("shaw", (H, D, M, L), {"clip": 0}, ["encoding.options.clip", "0"]),
     ("cope", (H, D, M, L), {"count": 1}, ["encoding.options.count", "1"]),
     ("none", (H, D, M, L), {"slopes": 3}, ["encoding.options.slopes", "none has no such option", "allowed: none"]),
@@ -724,6 +729,10 @@ def test_an_encoding_of_ones_own_is_named_by_its_file(tmp_path):
     assert encodings.resolved_options(name, {"amount": 1.0}) == {}
     assert encodings.resolved_options(name, {"amount": 2.0}) == {"amount": 2.0}
     assert re.fullmatch("[0-9a-f]{64}", encodings.source_digest(name)) and encodings.source_digest("rope") == ""
+    file.write_text(OWN.replace("amount: float = 1.0", "amount"))
+    encodings._module.cache_clear()
+    with pytest.raises(ValueError, match=r"encoding\.options\.amount: .*Flat gives it no default"):
+        encodings.option_defaults(name)
     for missing in ("Other", "Absent"):
         with pytest.raises(ValueError, match=missing):
             encodings.find(f"{file}:{missing}")

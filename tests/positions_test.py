@@ -171,6 +171,10 @@ def test_evaluation_follows_its_policy():
     "overrides, message",
     [
         ({"positions__name": "randomized"}, "positions.maximum: None with positions.name 'randomized'"),
+        (
+            {"positions__name": "randomized", "positions__maximum": 30721, "encoding__name": "xpos"},
+            "positions.maximum: 30721, but the encoding serves queries up to 30720 positions apart",
+        ),
         ({"positions__maximum": 64}, "positions.maximum: 64 with positions.name 'contiguous'"),
         (
             {"positions__name": "randomized", "positions__maximum": 15},

@@ -484,7 +484,7 @@ def scaled(**cells):
 def test_claims_about_transforms_are_judged_within_and_past_their_length():
     """pi by 2 is worse than the model as trained at 32, which it isn't meant for."""
     seen = scaled(none=(2.0, 3.0, 4.0), pi_2=(2.2, 2.4, 5.0), ntk_2=(2.1, 2.3, 3.5), ntk_4=(2.3, 2.45, 2.5))
-    assert worst_as_trained(seen) == ("16: 3.00, worst ntk:factor=4 2.45; 32: 4.00, worst ntk:factor=4 2.50", True)
+    assert worst_as_trained(seen) == ("16: 3.000, worst ntk:factor=4 2.450; 32: 4.000, worst ntk:factor=4 2.500", True)
     assert dearer("pi", "ntk")(seen) == ("factor=2: 2.200 and 2.100", True)
     assert fails_past_reach(seen) == ("least ntk:factor=2 1.52x, most 2.08x", True)
     better = scaled(none=(2.0, 2.3, 2.4), pi_2=(2.0, 2.4, 2.45), ntk_2=(2.1, 2.2, 3.0))

@@ -197,3 +197,16 @@ def test_each_view_has_its_own_middle():
         pairs = [(min(i, sinks + recent), index[0, s]) if s < sinks else (i, index[0, s]) for s in seen]
         scores = [formula.logit(q64[0, t, h], k64[0, s, h], *pair, h) for s, pair in zip(seen, pairs, strict=True)]
         np.testing.assert_allclose(out[0, t - 2, h], oracle.softmax(np.asarray(scores)) @ v64[0, seen, h], atol=2e-5)
+
+
+def test_xpos_refuses_a_tile_in_which_its_powers_leave_float32():
+    encoding = build("xpos", 8, scale_base=32.0)
+    assert encoding.span == 60 * 32
+    position = jnp.arange(encoding.span + 1)
+    zero = jnp.zeros((1, len(position), 1, 8))
+    with pytest.raises(ValueError, match=r"1921 queries in a tile, where this encoding serves positions 1920 apart"):
+        jax.eval_shape(
+            lambda: attend(encoding, Tokens(zero, position), Tokens(zero, position), zero, implementation="dense")
+        )
+    out = jax.eval_shape(lambda: attend(encoding, Tokens(zero, position), Tokens(zero, position), zero))
+    assert out.shape == zero.shape, "auto takes smaller tiles"

@@ -56,9 +56,9 @@ def test_the_same_encoding_is_taken_over_to_the_bit(folder):
 def test_another_encoding_is_dropped_and_the_new_one_is_fresh(folder):
     change = start.check(asked(folder, "t5", encoding__name="learned"))
     assert change is not None
-    assert (change.before, change.after) == ("t5", "learned")
+    assert (change.before, change.after) == ("t5()", "learned()")
     assert change.dropped == {"encodings/0/table": (32, 2)} and change.new == {"encodings/0/table": (8, 8)}
-    assert "t5 -> learned" in str(
+    assert "t5() -> learned()" in str(
         change
     ) and "dropped: encodings/0/table [32, 2]; new: encodings/0/table [8, 8]" in str(change)
     fresh, found = begun(asked(folder, "t5", encoding__name="learned"), 0)
@@ -111,6 +111,21 @@ def test_a_transform_becomes_options_of_the_encoding(folder):
     assert ours.encoding_options["magnitude"] == pytest.approx(0.1 * np.log(2) + 1)
 
 
+def test_what_started_scaled_goes_on_scaled(folder, tmp_path):
+    scaled = asked(folder, "rope", start__transform="yarn:factor=4")
+    written(tmp_path / "scaled", scaled)
+    found = asked(tmp_path, "scaled", encoding__name="rope", data__cache_dir=str(folder / "cache"))
+    assert found.encoding == scaled.encoding and found.encoding.options
+    assert "rope(frequencies=[2], magnitude=1.138" in str(start.check(found))
+    plain = asked(tmp_path, "scaled", encoding__name="rope", encoding__options={"frequencies": None, "magnitude": 1.0})
+    assert "-> rope(frequencies=None, magnitude=1.0);" in str(start.check(plain))
+
+
+def test_a_transform_that_changes_nothing_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"start\.transform: 'yarn' changes nothing at train\.length 8, .* having 8"):
+        asked(folder, "rope", start__transform="yarn")
+
+
 def test_the_rows_of_a_table_are_made_of_the_trained_ones(folder):
     sizes = {"train__length": 16, "data__block": 16, "train__batch_tokens": 16}
     found = asked(folder, "learned", start__transform="interpolate", **sizes)
@@ -120,6 +135,7 @@ def test_the_rows_of_a_table_are_made_of_the_trained_ones(folder):
     low = np.floor(places).astype(int)
     expected = table[low] + (places - low)[:, None] * (table[np.minimum(low + 1, 7)] - table[low])
     np.testing.assert_allclose(started["encodings/0/table/value"][0], expected, atol=1e-6)
+    assert "made of the trained ones: encodings/0/table [16, 8]; dropped: none; new: none" in str(start.check(found))
     with pytest.raises(
         ConfigError, match=r"start\.run: .*encodings/0/table \(8, 8\) there, \(16, 8\) here.*interpolate"
     ):
@@ -129,6 +145,7 @@ def test_the_rows_of_a_table_are_made_of_the_trained_ones(folder):
 def test_logits_scaled_from_now_on(folder):
     found = asked(folder, "rope", start__transform="log_n")
     assert found.model.logit_scale == "log_n_beyond" and not found.encoding.options
+    assert "under log_n: rope() -> rope() with logit_scale log_n_beyond; 15" in str(start.check(found))
     change = start.check(asked(folder, "rope", model__logit_scale="learned"))
     assert change is not None and list(change.new) == ["blocks/0/logit_scale"] and not change.dropped
 
@@ -189,7 +206,7 @@ def test_a_launched_run_says_what_it_started_with_and_stands_without_it(folder, 
     found = start.resolved(experiment(folder, start__run=str(tmp_path / "t5"), encoding__name="none", train__steps=2))
     train.fit(found, tmp_path / "none")
     result = json.loads((tmp_path / "none" / "result.json").read_text())
-    assert result["start"]["dropped"] == {"encodings/0/table": [32, 2]} and result["start"]["before"] == "t5"
+    assert result["start"]["dropped"] == {"encodings/0/table": [32, 2]} and result["start"]["before"] == "t5()"
     first = Run(tmp_path / "none").rows("metrics")[0]["nats"]
     shutil.rmtree(tmp_path / "t5")
     run = Run(tmp_path / "none")
@@ -205,12 +222,12 @@ def test_a_sweep_reads_it_and_a_dry_run_lists_the_change(folder, tmp_path, capsy
     file.write_text(f"import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict({tree!r})\n")
     fields = [f"--config.start.run={folder / 'rope'}", "--config.encoding.name=alibi"]
     assert cli.main(["launch", "--config", str(file), "--dry_run", *fields]) == 0
-    assert "encoding rope -> alibi; " in capsys.readouterr().out
+    assert ": rope() -> alibi(); " in capsys.readouterr().out
     [point] = sweep.points(sweep.load(str(file)), None, {"start.run": str(folder / "rope")})
     assert point.experiments[0].start.identity is not None
     with file.open("a") as end:
         end.write("def sweep():\n    return [{'encoding.name': name} for name in ('none', 'rope')]\n")
-    fields = [f"--config.start.run={folder / 'rope'}", "--config.start.transform=pi", "--list"]
+    fields = [f"--config.start.run={folder / 'rope'}", "--config.start.transform=pi:factor=2", "--list"]
     assert cli.main(["launch", "--config", str(file), "--only", "arm=rope", *fields]) == 0, "only what is kept is read"
     assert "rope-L8" in capsys.readouterr().out
     assert cli.main(["launch", "--config", str(file), *fields]) == 2

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import math
 import pathlib
 import typing
 from collections.abc import Mapping
@@ -142,8 +143,12 @@ def option_types(name: str) -> dict[str, Any]:
 
 
 def option_defaults(name: str) -> dict[str, Any]:
-    """Option name -> default."""
-    return {option: parameter.default for option, parameter in _options(find(name)).items()}
+    """Option name -> default; ValueError for a class that has one without."""
+    defaults = {option: parameter.default for option, parameter in _options(find(name)).items()}
+    for option, default in defaults.items():
+        if default is inspect.Parameter.empty:
+            raise ValueError(f"encoding.options.{option}: {name} gives it no default, which every option needs")
+    return defaults
 
 
 def resolved_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,9 +172,11 @@ def make(
 ) -> Encoding:
     """One encoding; ValueError for an unknown name or option and for sizes that it cannot serve."""
     allowed = option_types(name)
-    for option in options:
+    for option, value in options.items():
         if option not in allowed:
             raise ValueError(
                 f"encoding.options.{option}: {name} has no such option; allowed: {', '.join(allowed) or 'none'}"
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"encoding.options.{option}: {value} is not a finite number")
     return find(name)(Sizes(num_heads, head_dim, model_dim, train_length), rngs, **options)

@@ -87,6 +87,7 @@ class Encoding(nnx.Module):
     max_position: int | None = None
     per_layer: tuple[str, ...] = ()
     recentred: bool = False
+    span: int | None = None  # of the positions of a tile's queries, at most, where they are recentred
     nested: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):

@@ -63,6 +63,7 @@ class Sum(Encoding):
         self.scores = max((part.scores for part in parts), key=list(Scores).index)
         self.shift_invariant = all(part.shift_invariant for part in parts)
         self.recentred = any(part.recentred for part in parts)
+        self.span = min((part.span for part in parts if part.span is not None), default=None)
         limits = [part.max_position for part in parts if part.max_position is not None]
         self.max_position = min(limits, default=None)
         names = {"first": self.first, "second": self.second}

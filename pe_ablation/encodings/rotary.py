@@ -1,5 +1,6 @@
 """Rotary encodings: queries and keys turned by their own position, so that products see the difference."""
 
+import math
 from typing import ClassVar
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 
 from pe_ablation.encodings.base import About, Encoding, Sizes, angles, geometric
 
+LEAST_SCALE = 32.0  # of XPos, in tokens
 LARGEST = 40.0  # log of the largest power in XPos: the product of two is below float32's largest number
 
 
@@ -182,11 +184,15 @@ class XPos(Rotary):
         interleaved: bool = False,
     ):
         del rngs
-        if not scale_base > 0:
-            raise ValueError(f"encoding.options.scale_base: {scale_base} must be above 0")
+        if not LEAST_SCALE <= scale_base < math.inf:
+            raise ValueError(
+                f"encoding.options.scale_base: {scale_base} is out of range; finite, and at least {LEAST_SCALE}, below "
+                "which powers leave float32 within one tile of queries"
+            )
         pairs = _pairs(sizes)
         super().__init__(_frequencies(pairs, base), interleaved)
         zeta = (2 * np.arange(pairs) + 0.4 * sizes.head_dim) / (1.4 * sizes.head_dim)
+        self.span = int(60 * scale_base)
         self.rates = tuple((np.log(zeta) / scale_base).tolist())
 
     def query(self, q: jax.Array, pos: jax.Array) -> jax.Array:
