@@ -731,8 +731,9 @@ def test_an_encoding_of_ones_own_is_named_by_its_file(tmp_path):
     assert re.fullmatch("[0-9a-f]{64}", encodings.source_digest(name)) and encodings.source_digest("rope") == ""
     file.write_text(OWN.replace("amount: float = 1.0", "amount"))
     encodings._module.cache_clear()
-    with pytest.raises(ValueError, match=r"encoding\.options\.amount: .*Flat gives it no default"):
-        encodings.option_defaults(name)
+    for ask in (encodings.option_defaults, build):
+        with pytest.raises(ValueError, match=r"encoding\.options\.amount: .*Flat gives it no default"):
+            ask(name)
     for missing in ("Other", "Absent"):
         with pytest.raises(ValueError, match=missing):
             encodings.find(f"{file}:{missing}")

@@ -171,6 +171,7 @@ def make(
     name: str, *, num_heads: int, head_dim: int, model_dim: int, train_length: int, rngs: nnx.Rngs, **options: Any
 ) -> Encoding:
     """One encoding; ValueError for an unknown name or option and for sizes that it cannot serve."""
+    option_defaults(name)  # which every option has
     allowed = option_types(name)
     for option, value in options.items():
         if option not in allowed:
