@@ -274,7 +274,8 @@ def _shift_invariance(subject: Subject) -> Iterator[Result]:
         return
     rounded = 2e-7 if any(encoding.overrides(hook) for hook in ("embed", "query", "key")) else 0.0
     allowed = {shift: 2e-5 + rounded * shift + 1e-5 * np.abs(base) for shift in SHIFTS}
-    worst = max(_largest((logits(shift) - base) / each) for shift, each in allowed.items())
+    with np.errstate(invalid="ignore"):  # infinities that are everywhere: the check of finite values is about them
+        worst = max(_largest((logits(shift) - base) / each) for shift, each in allowed.items())
     yield Result(f"shift invariant to {SHIFTS[-1]:,}, as it says", worst, 1, "in units of float32's rounding")
 
 
@@ -282,10 +283,12 @@ def _finite(subject: Subject) -> Iterator[Result]:
     last = subject.encoding.max_position
     positions = EXTREMES if last is None else np.minimum(EXTREMES, last - 1)
     found = subject.scored(subject.parameters, _few(), positions, positions)
-    yield Result("finite for every pair of int32 positions", _not_finite(found), 0, "values and gradients")
+    where = _not_finite_in(found, ("q", "k", "the input", "the weights"))
+    yield Result("finite for every pair of int32 positions", _not_finite(found), 0, where)
     if last is None:
         far = subject.attended(subject.parameters, _run()._replace(pos=PLAIN + FAR))
-        yield Result("finite at 64 times the training length", _not_finite(far), 0, "values and gradients")
+        where = _not_finite_in(far, ("q", "k", "v", "the input"))
+        yield Result("finite at 64 times the training length", _not_finite(far), 0, where)
         return
     past = np.asarray(subject.encoding.embed(jnp.zeros((1, 2, M)), jnp.array([[last - 1, last]])))
     wrong = not (np.isfinite(past[0, 0]).all() and np.isnan(past[0, 1]).all())
@@ -517,6 +520,7 @@ def _at_least(name: str, found: float, wanted: float, note: str = "") -> Result:
     return Result(name, wanted / max(found, 1e-30), 1, f"{note}; {found:.2g}".strip("; "))
 
 
+@np.errstate(invalid="ignore")
 def _apart(found: Any, wanted: Any) -> float:
     """The largest difference of two trees, relative to the largest entry of each leaf, or 1; infinite for NaN."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
@@ -529,6 +533,16 @@ def _off(found: Any, wanted: Any) -> float:
     """Two results of attention; gradients of parameters, whose sums over all pairs of tokens cancel, count a tenth."""
     (out, (parameters, vectors)), (expected, (theirs, gradients)) = found, wanted
     return max(_apart((out, vectors), (expected, gradients)), 0.1 * _apart(parameters, theirs))
+
+
+def _not_finite_in(found: tuple[Any, tuple[Any, Any]], names: Sequence[str]) -> str:
+    """Which of the values and of the gradients of parameters and of the vectors that `names` names are not."""
+    out, (parameters, vectors) = found
+    gradients = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(parameters)}
+    parts = {"values": out} | {f"gradient of {name}": leaf for name, leaf in gradients.items()}
+    parts |= {f"gradient of {name}": leaf for name, leaf in zip(names, vectors, strict=True)}
+    wrong = [name for name, leaf in parts.items() if _not_finite(leaf)]
+    return f"not: {', '.join(wrong)}" if wrong else "values and gradients"
 
 
 def _not_finite(tree: Any) -> int:

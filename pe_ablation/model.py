@@ -115,7 +115,11 @@ class GPTConfig:
                 f"{', '.join(dict.fromkeys(names))}"
             )
         for slot in self.distinct:
-            _check_encoding(self, slot)
+            try:
+                _check_encoding(self, slot)
+            except ValueError as error:
+                own = self.pattern is None or str(error).startswith("pattern") or slot.name == self.encoding
+                raise ValueError(str(error) if own else f"pattern: {slot.name}: {error}") from None
 
     def __hash__(self) -> int:
         values = (getattr(self, field.name) for field in dataclasses.fields(self) if "options" not in field.name)

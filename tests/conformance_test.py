@@ -221,6 +221,19 @@ def test_a_hook_that_raises_is_a_finding_and_the_rest_goes_on(tmp_path):
     assert (one.found, one.note) == (math.inf, "RuntimeError: mine") and two.ok
 
 
+def test_what_is_not_finite_is_named(tmp_path):
+    """A power of the distance that is not defined at 0: the values, and the gradient of its parameter."""
+    body = """
+        scores = Scores.BIAS
+        def __init__(self, sizes, rngs):
+            self.power = nnx.Param(jnp.ones(()))
+        def logits(self, a, q, k):
+            return a - jnp.asarray(distance(q, k), jnp.float32)[:, None] ** -jnp.abs(self.power[...])
+    """
+    found = next(conformance._finite(conformance.Subject(written(tmp_path, body))))
+    assert not found.ok and found.note.startswith("not: values, gradient of power")
+
+
 def test_the_command_says_how_many_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(conformance, "CHECKS", (conformance._scores, conformance._key_order))
     name = written(tmp_path, "def logits(self, a, q, k):\n    return a + 0.1 * jnp.arange(a.shape[-1])\n")

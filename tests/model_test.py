@@ -443,6 +443,7 @@ REFUSED = [
     ({"num_heads": 3}, ["model_dim", "8", "num_heads", "3"]),
     ({"num_layers": 3, "pattern": (("none", None),) * 2}, ["pattern", "2", "num_layers", "3"]),
     ({"pattern": ()}, ["pattern", "empty"]),
+    ({"pattern": (({"name": "shaw", "options": {"clp": 3}}, None),)}, ["pattern: shaw: encoding.options.clp"]),
     ({"encoding": "alibi", "pattern": (("rope", 4), ("none", None))}, ["encoding.name", "alibi", "none, rope"]),
     ({"pattern": ("none",)}, ["pattern[0]", "none"]),
     ({"pattern": (("none", None), ("none", 0))}, ["pattern[1]", "window", "0"]),

@@ -68,8 +68,8 @@ class RoPE(Rotary):
     """q_i -> R(i) q_i, k_j -> R(j) k_j; R(p) turns pair k of the first fraction*D dims by p * base^(-2k/(fraction*D)).
 
     The number of rotated dims must be even. `frequencies` are radians per token of each pair, in place of the base's
-    (see `frequencies.py`); cos and sin are multiplied by `magnitude`, logits by its square. Angles are float32 products:
-    to 0.002 rad at position 131,071, 0.03 rad at 1,048,575.
+    (see `frequencies.py`); cos and sin are multiplied by `magnitude`, logits by its square. Angles are products in
+    float32: to 0.002 rad at position 131,071 and 0.03 at 1,048,575.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
 
