@@ -272,9 +272,16 @@ def _leave_accelerators() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def _keep_programs() -> None:
+    from pe_ablation import compiled, data
+
+    compiled.keep(data.cache_folder())
+
+
 def _run(args: argparse.Namespace) -> int:
     from pe_ablation import launch, mirror, stopping, sweep
 
+    _keep_programs()
     if args.point:
         return launch.child(args.point)
     file = sweep.load(args.config)
@@ -302,6 +309,7 @@ def _status(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from pe_ablation import checkpoint, config, evaluate, mirror, record, streaming, streaming_tables, trained
 
+    _keep_programs()
     chosen = {name: getattr(args, name) for name in EVALUATE}
     overrides = _overrides({f"eval.{name}": text for name, text in chosen.items() if text is not None})
     overrides |= _overrides({f"stream.{name}": text for name, text in args.stream_fields.items()})
@@ -353,6 +361,7 @@ def _generate(args: argparse.Namespace) -> int:
     runs = record.find(args.run)
     if len(runs) > 1:
         raise config.ConfigError(f"RUN: {args.run} holds {len(runs)} runs; name one, such as {runs[0].path}")
+    _keep_programs()
     loaded = trained.load(runs[0])
     return _print(generate.shown(loaded, prompts, asked, stream=args.stream, stats=args.stats))
 

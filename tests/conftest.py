@@ -6,6 +6,8 @@ import os
 import jax
 import pytest
 
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # in what tests start; those of kept programs ask for it
+jax.config.update("jax_enable_compilation_cache", False)
 os.environ["WANDB_MODE"] = "disabled"  # here and in what tests start; those of the mirror ask for it
 
 # Nearly all time goes into compiling and tracing: XLA's plain emitter and one piece of code a program take a quarter of

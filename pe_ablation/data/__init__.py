@@ -7,8 +7,8 @@ stay as they are, whatever the tokenizer.
 
 from pe_ablation.data.batches import Batches
 from pe_ablation.data.batches import check as check_batches
-from pe_ablation.data.corpus import load, tokenizer
+from pe_ablation.data.corpus import cache_folder, load, tokenizer
 from pe_ablation.data.tokenizers import Tokenizer
 from pe_ablation.data.tokens import TokenFile
 
-__all__ = ["Batches", "TokenFile", "Tokenizer", "check_batches", "load", "tokenizer"]
+__all__ = ["Batches", "TokenFile", "Tokenizer", "cache_folder", "check_batches", "load", "tokenizer"]

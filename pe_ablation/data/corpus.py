@@ -39,7 +39,7 @@ def tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _learned(data: DataConfig) -> Tokenizer:
-    cache = _cache_dir(data)
+    cache = cache_folder(data.cache_dir)
     corpus = functools.cache(lambda: _corpus(data, "train", cache))
 
     def made_from() -> str:
@@ -62,7 +62,7 @@ def load(data: DataConfig, split: Split) -> TokenFile:
     """
     if split not in SPLITS:
         raise ConfigError(f"split: {split!r} is not allowed; allowed: {', '.join(SPLITS)}")
-    cache, ids = _cache_dir(data), tokenizer(data)
+    cache, ids = cache_folder(data.cache_dir), tokenizer(data)
     corpus = _corpus(data, split, cache)
     limit = data.train_bytes if split == "train" else None
     key = _key(corpus, split, ids, data.bos, limit)
@@ -92,8 +92,9 @@ def _corpus(data: DataConfig, split: Split, cache: Path) -> Corpus:
     return sotu.corpus(split, cache / "tfds")
 
 
-def _cache_dir(data: DataConfig) -> Path:
-    return Path(data.cache_dir or os.environ.get("PE_ABLATION_CACHE") or "~/.cache/pe_ablation").expanduser().absolute()
+def cache_folder(asked: str | None = None) -> Path:
+    """The folder that is asked for, else the environment's PE_ABLATION_CACHE, else ~/.cache/pe_ablation."""
+    return Path(asked or os.environ.get("PE_ABLATION_CACHE") or "~/.cache/pe_ablation").expanduser().absolute()
 
 
 def _key(corpus: Corpus, split: Split, ids: Tokenizer, bos: str, limit: int | None) -> str:
