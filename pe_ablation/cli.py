@@ -281,8 +281,8 @@ def _keep_programs() -> None:
 def _run(args: argparse.Namespace) -> int:
     from pe_ablation import launch, mirror, stopping, sweep
 
-    _keep_programs()
     if args.point:
+        _keep_programs()
         return launch.child(args.point)
     file = sweep.load(args.config)
     points = sweep.points(file, None, _overrides(args.fields))
@@ -294,6 +294,7 @@ def _run(args: argparse.Namespace) -> int:
             [plan] = launch.plan(points, workdir, file.spec, launch.check(points))
     except stopping.Stopped:
         return stopping.RESUMABLE
+    _keep_programs()
     code = launch.run_point([run.path for run in plan.open_runs])
     _print(launch.status(workdir / plan.point.directory_name))
     _print(mirror.sync_commands(workdir / plan.point.directory_name))
