@@ -276,9 +276,9 @@ class _Scorer:
         except TransformError as error:
             about |= {"transform": transform, "reason": str(error)}
         if model is not None:
-            status, arrays = self._measure(model, protocol, length, null)
+            status, arrays, program = self._measure(model, protocol, length, null)
             if status == "ok":
-                about["memory_bytes"] = program_bytes(self._program(model, length))
+                about["memory_bytes"] = program_bytes(program)
             if status == "ok" and model.unread is not None:
                 about["untrained"] = bool(model.unread) and self._reads(model, protocol, length, null)
         self.run.save_cell(about | {"status": status} | totals(arrays), arrays)
@@ -294,18 +294,19 @@ class _Scorer:
         applied = str(asked.at(length, self.train_length))
         return self.changed[transform, length], {"transform": transform, "applied": applied}
 
-    def _measure(self, model: Trained, protocol: str, length: int, null: str) -> tuple[str, dict[str, np.ndarray]]:
-        """(status, sums by document and position); no sums unless the status is ok."""
+    def _measure(self, model: Trained, protocol: str, length: int, null: str) -> tuple[str, dict[str, np.ndarray], Any]:
+        """(status, sums by document and position, the program that gave them); none of it unless the status is ok."""
         limit = model.abstract.max_position
         if limit is not None and length > limit:
-            return "n/a", {}
+            return "n/a", {}, None
         if not model.alive:
-            return "diverged", {}
+            return "diverged", {}, None
         windows = self._windows(protocol, length)
         try:
-            return "ok", self._sums(model, windows, self._window(null))
+            program = _program(model.config, self.evaluation.batch(length), length, self.experiment.positions)
+            return "ok", self._sums(program, model, windows, self._window(null)), program
         except (_OutOfMemory, MemoryError):
-            return "OOM", {}
+            return "OOM", {}, None
 
     def _window(self, null: str) -> int:
         return self.train_length if null == "window_mask" else NO_WINDOW
@@ -315,14 +316,12 @@ class _Scorer:
         batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
-        program, window = self._program(model, length), np.int32(self._window(null))
+        program = _compiled(model.config, batch, length, self.experiment.positions)
+        window = np.int32(self._window(null))
         moved = untrained.changed(model.params, model.unread or {})
         found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (model.params, moved)]
         scored = _scored_places(part)
         return not np.array_equal(found[0][scored], found[1][scored])
-
-    def _program(self, model: Trained, length: int) -> Any:
-        return _program(model.config, self.evaluation.batch(length), length, self.experiment.positions)
 
     def _windows(self, protocol: str, length: int) -> Windows:
         evaluation, sizes = self.evaluation, [len(each) for each in self.documents]
@@ -334,11 +333,11 @@ class _Scorer:
         found = targets(sizes, length, longest=longest, spacing=evaluation.spacing, last_k=evaluation.last_k)
         return found[_evenly(np.arange(len(found)), evaluation.max_windows)]
 
-    def _sums(self, model: Trained, windows: Windows, window: int) -> dict[str, np.ndarray]:
+    def _sums(self, program: Any, model: Trained, windows: Windows, window: int) -> dict[str, np.ndarray]:
         """{nats, tokens, bytes, words}: float64 [documents, length], and the documents' names."""
         sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes", "words")}
         sizes = np.asarray(self.tokenizer.bytes_per_token)
-        for part, wanted, nats in self._scored(model, windows, window):
+        for part, wanted, nats in self._scored(program, model, windows, window):
             scored = _scored_places(part) & (sizes[wanted] > 0)
             if np.isnan(nats[scored]).any():
                 raise EvaluationError(f"{self.run.path}: NaN at evaluation length {windows.length}")
@@ -363,11 +362,10 @@ class _Scorer:
         return words
 
     def _scored(
-        self, model: Trained, windows: Windows, window: int
+        self, program: Any, model: Trained, windows: Windows, window: int
     ) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
-        batch, program = self.evaluation.batch(windows.length), self._program(model, windows.length)
-        pending = None
+        batch, pending = self.evaluation.batch(windows.length), None
         try:
             for begin in range(0, len(windows), batch):
                 part = windows[begin : begin + batch]
