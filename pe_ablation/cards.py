@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from pe_ablation import attention, config, effects, encodings, model, positions, tables, transforms
 from pe_ablation.encodings import Encoding, Scores
-from pe_ablation.figure import COLOURS, FAINT, INK, SIZE, SMALL, Target, save
+from pe_ablation.figure import COLOURS, FAINT, INK, SIZE, SMALL, Target, plain, save
 
 REFERENCE: dict[str, Any] = {"vocab_size": 50_257, "train_length": 1024, **model.SIZES["gpt2_small"]}
 PATTERN = (("rope", 256), ("none", None))
@@ -95,7 +95,7 @@ def _reference(name: str, **fields: Any) -> model.GPTConfig:
 def _built(name: str) -> Encoding:
     """At the reference size, with shapes and no values."""
     reference = _reference(name)
-    return nnx.eval_shape(lambda: reference.build_encoding(reference.slots[0], nnx.Rngs(0)))
+    return reference.abstract_encoding(reference.slots[0])
 
 
 def _introduction() -> str:
@@ -316,13 +316,13 @@ def picture(name: str, path: Target, options: Mapping[str, Any] | None = None) -
     panels = [draw for draw, wanted in ((_draw_input, on_input), (_draw_logits, on_logits)) if wanted]
     figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained", dpi=90)
     for axis, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw(axis, encoding, name.rpartition(":")[2])
-        _dress(axis)
+        plain(axis, draw(axis, encoding, name.rpartition(":")[2]))
     save(figure, path)
     return figure
 
 
-def _draw_input(axis: Axes, encoding: Encoding, name: str) -> None:
+def _draw_input(axis: Axes, encoding: Encoding, name: str) -> str:
+    """Draws, and returns a title."""
     table = effects.on_input(encoding)
     longest, length = effects.TIMES * effects.SIZES.train_length, effects.SIZES.train_length
     most = float(np.abs(table).max()) or 1.0
@@ -347,10 +347,11 @@ def _draw_input(axis: Axes, encoding: Encoding, name: str) -> None:
     axis.axvline(length - 0.5, color=INK, lw=0.9, ls=(0, (4, 2)))
     axis.set(xlabel="position (tokens); dashed: the training length", ylabel="channel")
     axis.xaxis.set_major_locator(FixedLocator([at * length for at in range(effects.TIMES + 1)]))
-    axis.set_title(f"{name}: added to the input\n{_conditions(encoding)}")
+    return f"{name}: added to the input\n{_conditions(encoding)}"
 
 
-def _draw_logits(axis: Axes, encoding: Encoding, name: str) -> None:
+def _draw_logits(axis: Axes, encoding: Encoding, name: str) -> str:
+    """Draws, and returns a title."""
     effect = effects.on_logits(encoding)
     if effects.reads_content(encoding):
         entries = _draw_content(axis, effect)
@@ -376,10 +377,10 @@ def _draw_logits(axis: Axes, encoding: Encoding, name: str) -> None:
     logarithmic = f" (log past {EXACT})" if axis.get_yscale() == "symlog" else ""
     axis.set(xlabel="distance i - j (tokens)", ylabel=f"added to the logit{logarithmic}")
     conditions = _conditions(encoding, effect)
-    axis.set_title(f"{name}: added to q . k / sqrt(D), query at position {effect.query}\n{conditions}")
     axis.legend(
         handles=entries, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, labelcolor=INK
     )
+    return f"{name}: added to q . k / sqrt(D), query at position {effect.query}\n{conditions}"
 
 
 def _conditions(encoding: Encoding, effect: effects.OnLogits | None = None) -> str:
@@ -425,15 +426,3 @@ def _draw_content(axis: Axes, effect: effects.OnLogits) -> list[Any]:
         Line2D([], [], color=INK, lw=1.2, label="q = k = input\n= (1, ..., 1)" + ("" if same else ",\nhead 1")),
         Patch(color=HEADS[0], alpha=0.3, lw=0, label=f"{band},\nmedian as line:\nq, k, inputs\n~ N(0, 1)"),
     ]
-
-
-def _dress(axis: Axes) -> None:
-    axis.tick_params(colors=INK, labelsize=SMALL, length=3)
-    axis.set_title(axis.get_title(), fontsize=SIZE, color=INK, loc="left")
-    axis.set_title("")
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_color(FAINT)
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set(size=SIZE, color=INK)

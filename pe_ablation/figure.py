@@ -204,13 +204,18 @@ def _dress(axis: Axes, train_length: int, ticks: Sequence[float]) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-    axis.tick_params(colors=INK, labelsize=SMALL, length=3)
+    plain(axis, f"trained at {train_length} tokens")
     if len(ticks) > 9:
         axis.tick_params(axis="x", rotation=45)
     axis.axvline(train_length, color=FAINT, lw=0.9, zorder=0)
-    axis.set_title(f"trained at {train_length} tokens", fontsize=SIZE, color=INK, loc="left")
     axis.grid(axis="y", color="#E6E6E6", lw=0.6)
     axis.set_axisbelow(True)
+
+
+def plain(axis: Axes, title: str) -> None:
+    """The look of every panel: a title on the left, no frame, small dark text."""
+    axis.tick_params(colors=INK, labelsize=SMALL, length=3)
+    axis.set_title(title, fontsize=SIZE, color=INK, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):
