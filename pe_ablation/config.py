@@ -682,7 +682,7 @@ def _check_positions(experiment: Experiment) -> None:
     if chosen.maximum < longest:
         raise ConfigError(f"positions.maximum: {chosen.maximum} is below the longest window of {longest} tokens")
     gpt = experiment.gpt(vocab_size=258)
-    spans = [span for slot in gpt.distinct if (span := transforms.built(gpt, slot).span) is not None]
+    spans = [span for slot in gpt.distinct if (span := gpt.abstract_encoding(slot).span) is not None]
     if spans and chosen.maximum > min(spans):
         raise ConfigError(
             f"positions.maximum: {chosen.maximum}, but the encoding serves queries up to {min(spans)} positions apart"

@@ -166,6 +166,10 @@ class GPTConfig:
             **_mapping(slot.options),
         )
 
+    def abstract_encoding(self, slot: Slot) -> Encoding:
+        """One encoding without values."""
+        return nnx.eval_shape(lambda: self.build_encoding(slot, nnx.Rngs(0)))
+
 
 class _Pairs(tuple):
     """Options as sorted pairs that can be hashed; those of an option that is a mapping are such pairs too."""
@@ -199,7 +203,7 @@ def _slot(entry: Any, own: Slot, index: int) -> Slot:
 
 def _check_encoding(config: GPTConfig, slot: Slot) -> None:
     """Sizes and options fit the class; an encoding that acts on the input serves every layer or none."""
-    abstract = nnx.eval_shape(lambda: config.build_encoding(slot, nnx.Rngs(0)))
+    abstract = config.abstract_encoding(slot)
     if not abstract.overrides("embed"):
         return
     if len(config.distinct) > 1:

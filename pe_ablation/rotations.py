@@ -53,7 +53,7 @@ def _under(text: str, config: GPTConfig, length: int, train_length: int) -> np.n
 
 def _frequencies(config: GPTConfig) -> np.ndarray:
     for slot in config.distinct:
-        encoding = transforms.built(config, slot)
+        encoding = config.abstract_encoding(slot)
         if isinstance(encoding, RoPE):
             return encoding.frequencies
     raise ConfigError(f"encoding.name: {', '.join(slot.name for slot in config.distinct)} has no rotations of rope")

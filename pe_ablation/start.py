@@ -62,7 +62,7 @@ def resolved(experiment: Experiment) -> Experiment:
     if start.run is None or start.identity is not None:
         return experiment
     run = _source(experiment)
-    identity, asked = _identity(start.run, run), config.transform(start.transform, "start.transform")
+    identity, asked = _identity(start.run, run), _transform(experiment)
     before = run.experiment
     experiment = dataclasses.replace(experiment, start=dataclasses.replace(start, identity=identity))
     if experiment.encoding.name == before.encoding.name:
@@ -125,7 +125,8 @@ def check(experiment: Experiment) -> Change | None:
             f"{old.vocab_size}{', with other merges' if old.name == new.name else ''}"
         )
     copied, lost, fresh = _sorted(run, _under(experiment, before, old.vocab_size), experiment.gpt(new.vocab_size))
-    made = [name for name in copied if name == transforms.TABLE and _makes_rows(experiment)]
+    asked = _transform(experiment)
+    made = [name for name in copied if name == transforms.TABLE and asked is not None and asked.tables]
     return Change(
         source=run.path,
         before=_encoding(before),
@@ -162,25 +163,22 @@ def recorded(experiment: Experiment) -> dict[str, Any]:
     return {"start": {**dataclasses.asdict(change), "source": str(change.source), "copied": list(change.copied)}}
 
 
-def _makes_rows(experiment: Experiment) -> bool:
-    asked = config.transform(experiment.start.transform, "start.transform")
-    parts = asked.parts if isinstance(asked, transforms.Together) else (asked,)
-    return any(isinstance(each, transforms.Table) for each in parts)
-
-
 def _begun(experiment: Experiment, fresh: Any) -> Any:
     change = check(experiment)
     assert change is not None
     loaded = trained.load(Run(change.source))
     if not loaded.alive:
         raise ConfigError(f"start.run: {change.source} diverged")
-    asked = config.transform(experiment.start.transform, "start.transform")
-    if asked is not None:
+    if (asked := _transform(experiment)) is not None:
         loaded = transforms.apply(asked, loaded, experiment.train.length)
     old = checkpoint.named(loaded.params)
     kept = {*change.copied, *(name for name in old if _short(name) in change.made)}
     leaves = [old[name] if name in kept else leaf for name, leaf in checkpoint.named(fresh).items()]
     return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
+
+
+def _transform(experiment: Experiment) -> transforms.Transform | None:
+    return config.transform(experiment.start.transform, "start.transform")
 
 
 def _source(experiment: Experiment) -> Run:
@@ -208,8 +206,7 @@ def _identity(asked: str, run: Run) -> str:
 
 def _under(experiment: Experiment, before: Experiment, vocab_size: int) -> GPTConfig:
     """The decoder whose weights are handed on: that of the run, under the transform."""
-    asked = config.transform(experiment.start.transform, "start.transform")
-    gpt = before.gpt(vocab_size)
+    asked, gpt = _transform(experiment), before.gpt(vocab_size)
     return gpt if asked is None else asked.at(experiment.train.length, before.train.length).config(gpt)
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 
 from pe_ablation import encodings
 from pe_ablation.attention import Distances
-from pe_ablation.encodings import Encoding, Scores, frequencies
+from pe_ablation.encodings import Scores, frequencies
 from pe_ablation.encodings.absolute import Learned
 from pe_ablation.encodings.rotary import RoPE, Rotary
 from pe_ablation.model import GPTConfig, Slot, abstract
@@ -56,6 +56,11 @@ class Transform:
         fields = ((each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self))
         shown = (f"{name}={str(value).removesuffix('.0')}" for name, value, default in fields if value != default)
         return ":".join([self.name, *shown])
+
+    @property
+    def tables(self) -> tuple["Table", ...]:
+        """What of it makes rows for a learned table."""
+        return ()
 
     def refuse(self, config: GPTConfig) -> None:
         """TransformError where the decoder's encoding isn't one that this changes."""
@@ -115,6 +120,10 @@ class Together(Transform):
         for each in self.parts:
             each.refuse(config)
 
+    @property
+    def tables(self) -> tuple["Table", ...]:
+        return tuple(table for each in self.parts for table in each.tables)
+
     def at(self, length: int, train_length: int) -> Self:
         return dataclasses.replace(self, parts=tuple(each.at(length, train_length) for each in self.parts))
 
@@ -124,7 +133,7 @@ class Together(Transform):
         return config
 
     def parameters(self, trained: "Trained") -> tuple[Any, Any]:
-        own = [each for each in self.parts if isinstance(each, Table)]
+        own = self.tables
         if len(own) > 1:
             raise TransformError(f"{self}: {own[0].name} and {own[1].name} both make rows; one of them")
         return own[0].parameters(trained) if own else super().parameters(trained)
@@ -149,7 +158,7 @@ class Rotation(Transform):
         return _with_options(config, lambda slot: self._options(config, slot) if _rotates(slot) else {})
 
     def _options(self, config: GPTConfig, slot: Slot) -> dict[str, Any]:
-        rope = built(config, slot)
+        rope = config.abstract_encoding(slot)
         assert isinstance(rope, RoPE)
         theta, magnitude = self.schedule(rope)
         if np.array_equal(theta, rope.frequencies) and magnitude == 1:
@@ -298,7 +307,7 @@ class Shown(Transform):
 
     def refuse(self, config: GPTConfig) -> None:
         for slot in config.distinct:
-            encoding = built(config, slot)
+            encoding = config.abstract_encoding(slot)
             if encoding.overrides("embed") or not encoding.shift_invariant:
                 why = "does not depend on distances alone"
             elif encoding.scores is Scores.ROW:
@@ -306,7 +315,7 @@ class Shown(Transform):
             else:
                 continue
             raise TransformError(f"{self.name}: changes the distances that an encoding is shown; {slot.name} {why}")
-        if not any(built(config, slot).reads_positions for slot in config.distinct):
+        if not any(config.abstract_encoding(slot).reads_positions for slot in config.distinct):
             raise TransformError(
                 f"{self.name}: changes the distances that an encoding is shown; {_named(config)} sees no distance"
             )
@@ -410,6 +419,10 @@ class LogN(Transform):
 @dataclasses.dataclass(frozen=True)
 class Table(Transform):
     """More rows for a learned table, made of its first `original`, those that were trained."""
+
+    @property
+    def tables(self) -> tuple["Table", ...]:
+        return (self,)
 
     def rows(self, trained: int) -> int:
         """How many rows are needed, at least `trained`."""
@@ -532,11 +545,6 @@ def _rotates(slot: Slot) -> bool:
     """Whether it is a rotation that can be given other frequencies."""
     options = {"frequencies", "magnitude"}
     return issubclass(encodings.find(slot.name), RoPE) and options <= encodings.option_types(slot.name).keys()
-
-
-def built(config: GPTConfig, slot: Slot) -> Encoding:
-    """One encoding of a decoder, without values."""
-    return nnx.eval_shape(lambda: config.build_encoding(slot, nnx.Rngs(0)))
 
 
 def _named(config: GPTConfig) -> str:
