@@ -483,6 +483,14 @@ def point_identity(experiment: Experiment) -> str:
     return training_identity(dataclasses.replace(experiment, seed=0))
 
 
+def pack(experiment: Experiment) -> str:
+    """What runs share that one program trains, as JSON: all but seed, learning rate, and what names or scores them."""
+    plain = Experiment()
+    alike = {name: getattr(plain, name) for name in ("seed", "label", "eval", "stream", "wandb")}
+    train = dataclasses.replace(experiment.train, learning_rate=plain.train.learning_rate)
+    return json.dumps(to_dict(dataclasses.replace(experiment, train=train, **alike)), sort_keys=True)
+
+
 def _difference(tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name, value in tree.items():

@@ -387,7 +387,7 @@ def _train(runs: Sequence[Run]) -> list[Any]:
 
     results = [run.result() for run in runs]
     if None in results:
-        return train.fit_seeds([run.experiment for run in runs], [run.path for run in runs])
+        return train.fit_pack([run.experiment for run in runs], [run.path for run in runs])
     return results
 
 

@@ -1,8 +1,9 @@
-"""Training: the seeds of a point in one vmapped program, resumable to the bit.
+"""Training: the runs of a pack in one vmapped program, resumable to the bit.
 
-Letters in shapes: R seeds (runs), A micro-batches, B windows of a micro-batch, L window length in tokens.
+A pack is runs that differ in their seed and peak learning rate alone: the seeds of a point, or of several. Letters in
+shapes: R runs, A micro-batches, B windows of a micro-batch, L window length in tokens.
 
-One step, always in this order: take a batch of each seed -> dispatch the step -> record the step before it -> at a
+One step, always in this order: take a batch of each run -> dispatch the step -> record the step before it -> at a
 checkpoint step, and when a signal asks to stop, record this one too, then save {state, data iterator}. Nothing random
 is kept: dropout keys are made of seed and step, batches of seed and position. So a resumed run repeats an uninterrupted
 one bit for bit on one machine.
@@ -26,7 +27,7 @@ from flax import nnx
 
 from pe_ablation import attention, data, positions, start, stopping
 from pe_ablation.checkpoint import Checkpoints
-from pe_ablation.config import Experiment, TrainConfig, point_identity, read, refuse_imported
+from pe_ablation.config import Experiment, TrainConfig, pack, read, refuse_imported
 from pe_ablation.memory import program_bytes
 from pe_ablation.model import GPT, GPTConfig, abstract, keyed
 from pe_ablation.progress import Progress
@@ -67,11 +68,15 @@ def schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Global-norm clipping, once, on the accumulated gradient; then AdamW with the decay mask above."""
+    """Global-norm clipping, once, on the accumulated gradient; then AdamW with the decay mask above.
+
+    Its updates are those of a peak learning rate of 1, in which they are linear: the step scales them by the run's own,
+    so that one program serves every rate.
+    """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            schedule(config),
+            schedule(dataclasses.replace(config, learning_rate=1.0)),
             b1=config.beta1,
             b2=config.beta2,
             eps=config.epsilon,
@@ -121,10 +126,12 @@ def train_step(
     state: TrainState,
     windows: jax.Array,
     seed: jax.Array,
+    learning_rate: jax.Array,
     place: Place = lambda tokens, key: None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step of one seed on int32 windows [A,B,L+1], whose inputs [B,L] `place` gives positions.
+    """One step of one run on int32 windows [A,B,L+1], whose inputs [B,L] `place` gives positions.
 
+    `learning_rate` is the float32 peak of the schedule, by which the updates of `make_optimizer` are scaled.
     Metrics are sums over the batch, and the gradient's norm. BOS is no target; EOS is one, so that generation can stop.
     After a step that is not finite the state stays frozen.
     """
@@ -147,7 +154,7 @@ def train_step(
     norm = optax.tree.norm(grads)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     alive = state.alive & jnp.isfinite(metrics["nats"]) & jnp.isfinite(norm)
-    moved = (optax.apply_updates(state.params, updates), optimizer_state)
+    moved = (optax.apply_updates(state.params, optax.tree.scale(learning_rate, updates)), optimizer_state)
     params, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(alive, new, old), moved, (state.params, state.optimizer)
     )
@@ -171,7 +178,7 @@ def placing(experiment: Experiment, tokenizer: data.Tokenizer) -> Place:
 
 
 def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
-    """Train one run in `run_dir`, from its last checkpoint if it has one; returns its summary (see `fit_seeds`).
+    """Train one run in `run_dir`, from its last checkpoint if it has one; returns its summary (see `fit_pack`).
 
     `config` is an Experiment, or the ConfigDict that a config file's `get_config` returns, which is read strictly.
     The summary is also the run's result.json. Raises RecordError for a directory of another identity or one that
@@ -183,7 +190,7 @@ def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
     run = Run.plan(Path(run_dir), experiment, None, data.load(experiment.data, "train").digest)
     run.start()
     try:
-        summary = fit_seeds([experiment], [run.path])[0]
+        summary = fit_pack([experiment], [run.path])[0]
     except BaseException:
         run.close("failed", traceback.format_exc())
         raise
@@ -191,23 +198,26 @@ def fit(config: Any, run_dir: str | Path) -> dict[str, Any]:
     return summary
 
 
-def fit_seeds(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Train the runs of one point, which differ in nothing but the seed, together; a summary for each.
+def fit_pack(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Train runs that differ in nothing but the seed and the learning rate together; a summary for each.
 
-    They start from the newest step that all have a checkpoint of. A seed that stops being finite is frozen and marked
+    They start from the newest step that all have a checkpoint of. A run that stops being finite is frozen and marked
     diverged; the others go on. Summary: status (ok | diverged), steps, tokens, parameters, nats of the last step, ...
-    Raises ValueError for experiments of different points and for imported ones, Stopped after the checkpoint that a
-    signal asked for, HeldError when another process took a run over, and whatever data, model or checkpoints refuse.
+    Raises ValueError for experiments that no one program trains and for imported ones, Stopped after the checkpoint
+    that a signal asked for, HeldError when another process took a run over, and whatever data, model or checkpoints
+    refuse.
     """
-    experiment = experiments[0]
-    refuse_imported(experiment)
-    if len({point_identity(each) for each in experiments}) > 1:
-        raise ValueError(f"fit_seeds: runs of different points: {', '.join(map(str, run_dirs))}")
-    return _Fit(experiment, [each.seed for each in experiments], [Run(Path(path)) for path in run_dirs]).run()
+    refuse_imported(experiments[0])
+    if len({pack(each) for each in experiments}) > 1:
+        raise ValueError(
+            f"fit_pack: {', '.join(map(str, run_dirs))} differ in more than may differ within a pack: seed, "
+            "train.learning_rate, label, eval, stream, wandb"
+        )
+    return _Fit(experiments, [Run(Path(path)) for path in run_dirs]).run()
 
 
-def _over_seeds(step: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`step` over a leading axis of `count` seeds; one seed alone is not batched, which costs a fifth on CPU."""
+def _over_runs(step: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`step` over a leading axis of `count` runs; one run alone is not batched, which costs a fifth on CPU."""
     if count > 1:
         return jax.vmap(step)
 
@@ -231,20 +241,24 @@ class _Program:
 
 
 class _Fit:
-    """The loop's parts: model, optimizer, batches, records. R seeds ride on the leading axis of everything."""
+    """The loop's parts: model, optimizer, batches, records. R runs ride on the leading axis of everything.
 
-    def __init__(self, experiment: Experiment, seeds: list[int], runs: list[Run]):
-        self.experiment, self.seeds, self.runs = experiment, seeds, runs
+    `experiment` is the first run's, asked for what all share; runs of a seed have one stream of batches.
+    """
+
+    def __init__(self, experiments: Sequence[Experiment], runs: list[Run]):
+        self.experiments, self.runs = experiments, runs
+        self.experiment = experiment = experiments[0]
+        self.seeds = [each.seed for each in experiments]
         self.tokenizer = data.tokenizer(experiment.data)
         self.config = experiment.gpt(self.tokenizer.vocab_size)
         self.optimizer = make_optimizer(experiment.train)
-        self.schedule = schedule(experiment.train)
         self.tokens = data.load(experiment.data, "train")
-        self.batches = [self._batches(seed) for seed in seeds]
+        self.batches = {seed: self._batches(seed) for seed in dict.fromkeys(self.seeds)}
         graph = nnx.graphdef(abstract(self.config))
         place = placing(experiment, self.tokenizer)
         step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place=place)
-        self.step = _Program(_over_seeds(step, len(seeds)))
+        self.step = _Program(_over_runs(step, len(experiments)))
         self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
 
     def _batches(self, seed: int) -> data.Batches:
@@ -273,8 +287,8 @@ class _Fit:
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.eval_shape(self.init, seeds))
             restored = [each.load(step, like) for each in checkpoints]
             state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each for each, _ in restored))
-            for batches, (_, saved) in zip(self.batches, restored, strict=True):
-                batches.set_state(saved)
+            for seed, (_, saved) in zip(self.seeds, restored, strict=True):
+                self.batches[seed].set_state(saved)
         else:
             state = self.init(seeds)
             if self.experiment.start.run is not None:
@@ -289,24 +303,26 @@ class _Fit:
 
     def _loop(self, checkpoints: list[Checkpoints], state: TrainState, done: int) -> TrainState:
         train = self.experiment.train
-        seeds = f" x{len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
-        label = f"{self.experiment.arm} L={train.length}{seeds}"
-        progress = Progress(train.steps, label, train.batch_tokens * len(self.seeds))
+        together = f" x{len(self.runs)} runs" if len(self.runs) > 1 else ""
+        label = f"{self.experiment.arm} L={train.length}{together}"
+        progress = Progress(train.steps, label, train.batch_tokens * len(self.experiments))
+        rates = [schedule(each.train) for each in self.experiments]
         try:
-            return self._steps(checkpoints, state, done, _Log(self.runs, self.schedule, train, progress, done))
+            return self._steps(checkpoints, state, done, _Log(self.runs, rates, train, progress, done))
         finally:
             progress.close()
 
     def _steps(self, checkpoints: list[Checkpoints], state: TrainState, done: int, log: "_Log") -> TrainState:
         train = self.experiment.train
         seeds = jnp.asarray(self.seeds, jnp.uint32)
+        peaks = jnp.asarray([each.train.learning_rate for each in self.experiments], jnp.float32)
         waiting: tuple[int, Any] | None = None
         for step in range(done + 1, train.steps + 1):
             if waiting is None:  # at the start and after checkpoints
                 stopping.check(f"trained to step {step - 1}")
                 if not bool(jnp.any(state.alive)):
                     break
-            state, metrics = self.step(state, self._next(), seeds)
+            state, metrics = self.step(state, self._next(), seeds, peaks)
             if waiting is not None:
                 log.write(*waiting)
             waiting = (step, metrics)
@@ -320,16 +336,17 @@ class _Fit:
 
     def _next(self) -> np.ndarray:
         """int32 [R,A,B,L+1]."""
-        windows = np.stack([next(batches) for batches in self.batches])
+        taken = {seed: next(batches) for seed, batches in self.batches.items()}
+        windows = np.stack([taken[seed] for seed in self.seeds])
         return windows.reshape(len(self.seeds), self.experiment.train.accumulation, -1, windows.shape[-1])
 
     def _save(self, checkpoints: list[Checkpoints], step: int, state: TrainState) -> None:
         for run in self.runs:
             run.check_held()
-        for each in checkpoints:  # all, before any goes on: seeds stay less than two saves apart and share a step
+        for each in checkpoints:  # all, before any goes on: runs stay less than two saves apart and share a step
             each.wait()
-        for row, (each, batches) in enumerate(zip(checkpoints, self.batches, strict=True)):
-            each.save(step, jax.tree.map(lambda x, row=row: x[row], state), batches.get_state())
+        for row, (each, seed) in enumerate(zip(checkpoints, self.seeds, strict=True)):
+            each.save(step, jax.tree.map(lambda x, row=row: x[row], state), self.batches[seed].get_state())
 
     def _summaries(self, state: TrainState) -> list[dict[str, Any]]:
         train = self.experiment.train
@@ -359,26 +376,27 @@ class _Fit:
 class _Log:
     """Turns fetched metrics into rows of each run's logs and into progress."""
 
-    def __init__(self, runs: list[Run], rate: optax.Schedule, train: TrainConfig, progress: Progress, done: int):
-        self.runs, self.rate, self.train, self.progress = runs, rate, train, progress
+    def __init__(self, runs: list[Run], rates: list[optax.Schedule], train: TrainConfig, progress: Progress, done: int):
+        self.runs, self.rates, self.train, self.progress = runs, rates, train, progress
         self.since, self.began = done, time.monotonic()
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Record one step, where it is due: each `log_every`, the last, and the one at which a seed diverges."""
+        """Record one step, where it is due: each `log_every`, the last, and the one at which a run diverges."""
         due = step % self.train.log_every == 0 or step == self.train.steps
         alive, was_alive = np.asarray(metrics["alive"]), np.asarray(metrics["was_alive"])
         if not due and np.array_equal(alive, was_alive):
             return
         values = {name: np.asarray(each, np.float64) for name, each in metrics.items()}
-        for row, run in enumerate(self.runs):
+        for row, (run, rate) in enumerate(zip(self.runs, self.rates, strict=True)):
             if was_alive[row] and (due or not alive[row]):
-                run.append("metrics", [self._row(step, {name: float(each[row]) for name, each in values.items()})])
+                own = {name: float(each[row]) for name, each in values.items()}
+                run.append("metrics", [self._row(step, own, float(np.asarray(rate(step - 1))))])
         if due:
             self._time(step)
             losses = (values["nats"] / values["tokens"])[alive]
             self.progress.update(step, float(losses.mean()) if losses.size else math.nan)
 
-    def _row(self, step: int, sums: dict[str, float]) -> dict[str, Any]:
+    def _row(self, step: int, sums: dict[str, float], learning_rate: float) -> dict[str, Any]:
         nats = sums["nats"] / sums["tokens"]
         return {
             "step": step,
@@ -387,7 +405,7 @@ class _Log:
             "perplexity": perplexity(nats),
             "bits_per_byte": sums["nats"] / math.log(2) / max(sums["bytes"], 1.0),
             "gradient_norm": sums["gradient_norm"],
-            "learning_rate": float(np.asarray(self.rate(step - 1))),
+            "learning_rate": learning_rate,
             "diverged": not sums["alive"],
         }
 

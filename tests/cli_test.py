@@ -191,12 +191,12 @@ def test_a_dry_run_writes_nothing(study, monkeypatch, capsys):
 def test_run_trains_the_config_alone_in_this_process(study, monkeypatch, capsys):
     trained = []
 
-    def fit_seeds(experiments, run_dirs):
+    def fit_pack(experiments, run_dirs):
         trained.extend(experiments)
         return [{"status": "ok"} for _ in experiments]
 
     monkeypatch.setattr(launch, "check", lambda points: {})
-    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_seeds=fit_seeds), raising=False)
+    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_pack=fit_pack), raising=False)
     monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(evaluate_run=lambda run_dir: None), raising=False)
     for _ in range(2):
         assert cli.main(["run", "--config", "study.py:quick", "--config.seed=5"]) == 0
@@ -205,11 +205,11 @@ def test_run_trains_the_config_alone_in_this_process(study, monkeypatch, capsys)
 
 
 def test_ctrl_c_in_run_is_exit_code_130(study, monkeypatch, capsys):
-    def fit_seeds(experiments, run_dirs):
+    def fit_pack(experiments, run_dirs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "check", lambda points: {})
-    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_seeds=fit_seeds), raising=False)
+    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_pack=fit_pack), raising=False)
     monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(), raising=False)
     assert cli.main(["run", "--config", "study.py", "--workdir", "w"]) == 130
     assert cli.main(["status", "w"]) == 0

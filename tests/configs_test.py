@@ -99,6 +99,6 @@ def test_the_gpu_size_fits_together_in_forward_and_training_step(name):
 
     step = functools.partial(train.train_step, graph, optimizer, tokenizer)
     batch = jax.ShapeDtypeStruct((settings.accumulation, windows, settings.length + 1), jnp.int32)
-    after, metrics = jax.eval_shape(step, state, batch, seed)
+    after, metrics = jax.eval_shape(step, state, batch, seed, jax.ShapeDtypeStruct((), jnp.float32))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["nats"].shape == () and metrics["nats"].dtype == jnp.float32

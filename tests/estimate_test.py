@@ -39,7 +39,8 @@ def test_a_training_step_agrees_with_what_the_compiler_plans():
     state = jax.eval_shape(jax.vmap(functools.partial(train.init_state, gpt, optimizer)), numbers)
     batch = jax.ShapeDtypeStruct((seeds, 1, 32, 33), jnp.int32)
     step = jax.vmap(functools.partial(train.train_step, graph, optimizer, tokenizer))
-    program = jax.jit(step, donate_argnums=0).lower(state, batch, numbers)
+    rates = jax.ShapeDtypeStruct((seeds,), jnp.float32)
+    program = jax.jit(step, donate_argnums=0).lower(state, batch, numbers, rates)
     assert seeds * estimate.step(asked, gpt) == pytest.approx(program.cost_analysis()["flops"], rel=0.2)
     plan = program.compile().memory_analysis()
     planned = plan.temp_size_in_bytes + plan.argument_size_in_bytes

@@ -372,7 +372,7 @@ def test_an_imported_run_is_not_trained(tmp_path):
         lambda: launch.check([Point((experiment,))]),
         lambda: list(launch.dry_run([Point((experiment,))])),
         lambda: train.fit(experiment, tmp_path / "new"),
-        lambda: train.fit_seeds([experiment], [run.path]),
+        lambda: train.fit_pack([experiment], [run.path]),
     ):
         with pytest.raises(ConfigError, match=message):
             start()

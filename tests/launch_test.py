@@ -25,7 +25,7 @@ from pe_ablation import launch, stopping
 
 workdir = pathlib.Path(sys.argv[1])
 
-def fit_seeds(experiments, run_dirs):
+def fit_pack(experiments, run_dirs):
     arm = experiments[0].arm
     done = sorted(path.parent.parent.name.split("-")[0] for path in workdir.glob("*/*/result.json"))
     with (workdir / "started.jsonl").open("a") as file:
@@ -43,7 +43,7 @@ def fit_seeds(experiments, run_dirs):
             stopping.check("waited")
             time.sleep(0.01)
     return [{"status": "ok", "steps": 1} for _ in experiments]
-pe_ablation.train = types.SimpleNamespace(fit_seeds=fit_seeds)
+pe_ablation.train = types.SimpleNamespace(fit_pack=fit_pack)
 pe_ablation.evaluate = types.SimpleNamespace(evaluate_run=lambda run_dir: None)
 sys.exit(launch.child(sys.argv[2:]))
 """
@@ -548,8 +548,8 @@ def planned(tmp_path):
     return plan.runs
 
 
-def pretend(monkeypatch, fit_seeds, evaluate_run=lambda run_dir: None):
-    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_seeds=fit_seeds), raising=False)
+def pretend(monkeypatch, fit_pack, evaluate_run=lambda run_dir: None):
+    monkeypatch.setattr(pe_ablation, "train", SimpleNamespace(fit_pack=fit_pack), raising=False)
     monkeypatch.setattr(pe_ablation, "evaluate", SimpleNamespace(evaluate_run=evaluate_run), raising=False)
 
 
@@ -560,9 +560,9 @@ class Here:
         self.workdir = workdir
         self.trained = []
         self.unscorable = ""
-        pretend(monkeypatch, self.fit_seeds, self.evaluate_run)
+        pretend(monkeypatch, self.fit_pack, self.evaluate_run)
 
-    def fit_seeds(self, experiments, run_dirs):
+    def fit_pack(self, experiments, run_dirs):
         self.trained.append([each.seed for each in experiments])
         return [{"status": "ok", "steps": 1} for _ in experiments]
 
@@ -616,11 +616,11 @@ def test_a_diverged_seed_is_a_result(planned, monkeypatch):
 
 
 def test_a_failure_of_training_is_recorded_for_every_seed(planned, monkeypatch):
-    def fit_seeds(experiments, run_dirs):
+    def fit_pack(experiments, run_dirs):
         assert [run.status()[0] for run in planned] == ["running", "running"]
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
 
-    pretend(monkeypatch, fit_seeds)
+    pretend(monkeypatch, fit_pack)
     assert launch.run_point([run.path for run in planned]) == 1
     assert {run.status() for run in planned} == {("failed", "MemoryError: RESOURCE_EXHAUSTED: out of memory")}
 
@@ -668,12 +668,12 @@ def test_one_group_that_fails_does_not_stop_the_others(here, monkeypatch):
     [plan] = launch.plan([point("none", seeds=(0, 1))], here.workdir, None, {})
     committed(plan.runs[0], 8)
 
-    def fit_seeds(experiments, run_dirs):
+    def fit_pack(experiments, run_dirs):
         if experiments[0].seed == 0:
             raise RuntimeError("no luck")
         return [{"status": "ok"}]
 
-    pretend(monkeypatch, fit_seeds)
+    pretend(monkeypatch, fit_pack)
     assert launch.run_point([run.path for run in plan.runs]) == 1
     assert [run.status() for run in plan.runs] == [("failed", "RuntimeError: no luck"), ("done", "")]
 
@@ -687,13 +687,13 @@ def test_a_signal_stops_a_point_and_is_no_failure(planned, monkeypatch, moment):
             os.kill(os.getpid(), signal.SIGTERM)
             launch.stopping.check("trained; 3 cells scored")
 
-    def fit_seeds(experiments, run_dirs):
+    def fit_pack(experiments, run_dirs):
         if moment == "before":
             os.kill(os.getpid(), signal.SIGTERM)
             launch.stopping.check("trained to step 0")
         return [{"status": "ok"}] * 2
 
-    pretend(monkeypatch, fit_seeds, evaluate_run)
+    pretend(monkeypatch, fit_pack, evaluate_run)
     assert launch.run_point([run.path for run in planned]) == launch.RESUMABLE
     assert planned[1].status()[0] == "stopped" and planned[1].status()[1].endswith(", then SIGTERM")
     assert planned[0].status()[0] == ("stopped" if moment == "before" else "done")
@@ -705,13 +705,13 @@ def test_a_signal_stops_a_point_and_is_no_failure(planned, monkeypatch, moment):
 def test_a_point_that_was_taken_over_leaves_the_record_to_its_new_owner(planned, monkeypatch, capsys):
     with OtherProcess() as other:
 
-        def fit_seeds(experiments, run_dirs):
+        def fit_pack(experiments, run_dirs):
             hour_ago = time.time() - 3600
             os.utime(planned[0].path / "attempts/1.json", (hour_ago, hour_ago))
             assert other("take", planned[0].path / "attempts") == "taken"
             return [{"status": "late"}] * 2
 
-        pretend(monkeypatch, fit_seeds)
+        pretend(monkeypatch, fit_pack)
         assert launch.run_point([run.path for run in planned]) == 1
         assert planned[0].status() == ("running", f"process {other.pid}") and planned[0].result() is None
         assert planned[1].status()[0] == "done" and "taken over by process" in capsys.readouterr().err

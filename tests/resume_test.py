@@ -277,13 +277,14 @@ def test_one_compile_for_all_steps_across_epochs_and_after_a_resume(folder, tmp_
 
 def test_saved_bytes_are_those_of_the_moment_of_saving(folder, tmp_path):
     """The state is donated to the next step while its save is still being written; then restored and stepped twice."""
-    loop = tiny_runs.SharedFit(pair(folder)[0], [0, 1], [])
+    loop = tiny_runs.SharedFit(pair(folder), [])
     stores = [Checkpoints(tmp_path / str(seed)) for seed in (0, 1)]
-    seeds, batches = jnp.asarray([0, 1], jnp.uint32), [loop._next() for _ in range(8)]
+    seeds, peaks = jnp.asarray([0, 1], jnp.uint32), jnp.full(2, 1e-2)
+    batches = [loop._next() for _ in range(8)]
 
     def stepped(state, batches):
         for windows in batches:
-            state, _ = loop.step(state, windows, seeds)
+            state, _ = loop.step(state, windows, seeds, peaks)
         return state
 
     with tiny_runs.quick_compiles():

@@ -64,10 +64,11 @@ class SharedFit(train._Fit):
 
     programs: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, experiment, seeds, runs):
-        super().__init__(experiment, seeds, runs)
-        fields = dataclasses.replace(experiment.train, log_every=1, checkpoint_every=1)
-        self.step, self.init = self.programs.setdefault(repr((self.config, fields, len(seeds))), (self.step, self.init))
+    def __init__(self, experiments, runs):
+        super().__init__(experiments, runs)
+        fields = dataclasses.replace(self.experiment.train, log_every=1, checkpoint_every=1, learning_rate=1.0)
+        known = repr((self.config, fields, len(experiments)))
+        self.step, self.init = self.programs.setdefault(known, (self.step, self.init))
         self.start, self.seen, self.stop_at, self.stop = 0, {}, None, None
 
     def _restore(self, checkpoints):
@@ -107,7 +108,7 @@ def _interrupt(_: SharedFit) -> None:
 
 
 def fit(experiments, paths, *, stop_at: int | None = None, stop=_interrupt) -> Trained:
-    """`train.fit_seeds`; at the end of step `stop_at`, `stop` is called with the loop (by default it raises)."""
+    """`train.fit_pack`; at the end of step `stop_at`, `stop` is called with the loop (by default it raises)."""
     made = []
 
     def make(*args):
@@ -116,7 +117,7 @@ def fit(experiments, paths, *, stop_at: int | None = None, stop=_interrupt) -> T
         return made[-1]
 
     with quick_compiles(), mock.patch.object(train, "_Fit", make):
-        summaries = train.fit_seeds(experiments, paths)
+        summaries = train.fit_pack(experiments, paths)
     loop = made[-1]
     return Trained(summaries, loop.start, loop.seen, loop.state)
 

@@ -95,7 +95,7 @@ def test_three_steps_of_adamw_are_those_of_numpy():
     state = optimizer.init(params)
     for gradient in gradients:
         updates, state = optimizer.update(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradient), state, params)
-        params = optax.apply_updates(params, updates)
+        params = optax.apply_updates(params, optax.tree.scale(fields.learning_rate, updates))
     expected = adamw(fields, start, gradients, {"embedding"})
     for name, value in expected.items():
         np.testing.assert_allclose(params[name], value, rtol=1e-5)
@@ -110,14 +110,15 @@ def test_weight_decay_acts_on_kernels_and_token_embedding_alone(folder, encoding
     overrides = {"model.num_layers": layers, "encoding": {"name": "t5" if encoding == "pattern" else encoding}}
     if encoding == "pattern":
         overrides["model.pattern"] = (("t5", None), ("alibi", 4))
-    overrides |= {"train.learning_rate": 1e-3, "train.weight_decay": 0.1, "train.warmup_steps": 0}
+    overrides |= {"train.weight_decay": 0.1, "train.warmup_steps": 0}
     experiment = tiny_runs.experiment(folder, overrides)
     optimizer = train.make_optimizer(experiment.train)
 
     @jax.jit
     def stepped(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.apply_updates(params, optimizer.update(zeros, optimizer.init(params), params)[0])
+        updates = optimizer.update(zeros, optimizer.init(params), params)[0]
+        return optax.apply_updates(params, optax.tree.scale(1e-3, updates))
 
     found = paths_of(stepped(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes(experiment))))
     linear = ("qkv", "attention_out", "mlp_in", "mlp_out")
@@ -167,7 +168,8 @@ class Step:
 
     def __call__(self, windows, *, done=0, seed=3):
         state = dataclasses.replace(self.start, step=jnp.int32(done))
-        return self.run(state, jnp.asarray(windows), jnp.uint32(seed))
+        rate = jnp.float32(self.experiment.train.learning_rate)
+        return self.run(state, jnp.asarray(windows), jnp.uint32(seed), rate)
 
     def clipped_gradient(self, state):
         """What Adam was given: its first moment after the first step is (1 - beta1) of that."""
@@ -240,7 +242,7 @@ def test_loss_and_gradient_are_those_of_the_mean_over_all_targets_but_bos(step):
 def test_a_vocabulary_without_bos_has_every_target_scored(step):
     without = SimpleNamespace(bos=None, bytes_per_token=step.tokenizer.bytes_per_token)
     run = jax.jit(functools.partial(train.train_step, step.graph, step.optimizer, without))
-    _, metrics = run(step.start, jnp.asarray(ragged()[None]), jnp.uint32(3))
+    _, metrics = run(step.start, jnp.asarray(ragged()[None]), jnp.uint32(3), jnp.float32(1e-2))
     assert float(metrics["tokens"]) == 64
 
 
@@ -252,7 +254,7 @@ def test_bos_is_never_a_target_under_any_policy(folder, tmp_path, step, bos):
         (corpus / f"{number}.txt").write_bytes(tiny_runs.text(19))
     overrides = {"data.bos": bos, "data.text.train": str(corpus), "train.accumulation": 1, "train.batch_tokens": 64}
     experiment = tiny_runs.experiment(folder, {**SMALL, **overrides})
-    windows = train._Fit(experiment, [0], [])._next()[0]
+    windows = train._Fit([experiment], [])._next()[0]
     assert windows.shape == (1, 8, 9)
     bos_targets = int(np.sum(windows[..., 1:] == BOS))
     assert (bos_targets > 0) == (bos == "document")
@@ -283,7 +285,7 @@ def test_a_batch_that_accumulation_does_not_divide_is_refused(folder):
 
 def test_golden_step(folder):
     golden = Step(folder, {"encoding": {"name": "t5", "options": {"num_buckets": 8, "max_distance": 16}}})
-    windows = train._Fit(golden.experiment, [0], [])._next()[0]
+    windows = train._Fit([golden.experiment], [])._next()[0]
     _, metrics = golden(windows)
     found = float(metrics["nats"] / metrics["tokens"]), float(metrics["gradient_norm"])
     assert found == pytest.approx(GOLDEN, rel=1e-4), (
@@ -297,7 +299,7 @@ def test_golden_step(folder):
 
 
 def loop_of(folder, overrides):
-    return train._Fit(tiny_runs.experiment(folder, overrides), [0, 1], [])
+    return train._Fit([tiny_runs.experiment(folder, overrides, seed=seed) for seed in (0, 1)], [])
 
 
 def test_every_encoding_and_length_sees_the_same_tokens(folder):
@@ -457,11 +459,11 @@ def test_a_directory_of_another_identity_is_refused(folder, tmp_path, fit_quickl
     assert {each: each.read_bytes() for each in path.rglob("*") if each.is_file()} == before
 
 
-def test_seeds_of_different_points_are_refused(folder, tmp_path):
+def test_runs_that_no_one_program_trains_are_refused(folder, tmp_path):
     experiments = [tiny_runs.experiment(folder), tiny_runs.experiment(folder, {"train.beta2": 0.5}, seed=1)]
     paths = tiny_runs.plan(tmp_path, experiments)
-    with pytest.raises(ValueError, match=r"different points: .*seed_0, .*seed_1"):
-        train.fit_seeds(experiments, paths)
+    with pytest.raises(ValueError, match=r"fit_pack: .*seed_0, .*seed_1 differ in more"):
+        train.fit_pack(experiments, paths)
     assert not (paths[0] / "checkpoints").exists()
 
 
@@ -485,7 +487,7 @@ def test_a_run_held_by_a_live_process_is_refused(folder, tmp_path, fit_quickly):
 
 def test_fit_reads_what_a_config_file_gives(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(train, "fit_seeds", lambda experiments, _: asked.extend(experiments) or [{"status": "ok"}])
+    monkeypatch.setattr(train, "fit_pack", lambda experiments, _: asked.extend(experiments) or [{"status": "ok"}])
     experiment = tiny_runs.experiment(tmp_path)
     train.fit(ml_collections.ConfigDict(config.to_dict(experiment)), tmp_path / "run")
     assert asked == [experiment] and Run(tmp_path / "run").result() == {"status": "ok"}
