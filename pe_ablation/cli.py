@@ -113,9 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     launch.epilog = f"{launch.epilog}; {AXIS}FIELD=V1,V2 replaces the values of a swept field"
     _add_select(launch, f"{SELECT}, on a seed of its own, then train the sweep at it", "100")
     launch.add_argument(
-        "--workers", metavar="N", type=int, default=1, help="points at once, each on its cores or device"
+        "--workers", metavar="N", type=int, default=1, help="points or packs at once, each on its cores or device"
     )
-    launch.add_argument("--index", metavar="I", type=int, help="only the point of this index, from 0 (array jobs)")
+    launch.add_argument(
+        "--pack", action="store_true", help="train points that differ by train.learning_rate alone in one program"
+    )
+    launch.add_argument(
+        "--index", metavar="I", type=int, help="only the point, or with --pack the pack, of this index (array jobs)"
+    )
     launch.add_argument("--force", action="store_true", help="train again; what is there is kept as DIR.replaced-N")
 
     run = _command(commands, "run", _run, "train and score the config alone, without a sweep")
@@ -236,18 +241,19 @@ def _launch(args: argparse.Namespace) -> int:
     file = sweep.load(args.config)
     points = _points(file, args)
     if args.list:
-        return _print(sweep.listing(points))
+        return _print(sweep.listing(sweep.packs(points, args.pack)))
     if args.index is not None:
         if selected:
             raise ValueError("--index: goes without --select, which needs the whole grid to choose")
-        points = launch.at(points, args.index)
+        points = launch.at(points, args.index, pack=args.pack)
     points = mirror.tagged(points, args.sweep.split(",") if args.sweep else [file.name])
     workdir = Path(args.workdir or f"runs/{file.name}")
     if args.dry_run:
-        planned = tuning.dry_run(points, workdir, **selected) if selected else launch.dry_run(points, workdir)
-        return _print(planned)
+        planned = tuning.dry_run if selected else launch.dry_run
+        return _print(planned(points, workdir, pack=args.pack, **selected))
     start = tuning.launch_selected if selected else launch.launch
-    code = start(points, workdir, file.spec, workers=args.workers, force=args.force, **selected)
+    options = {"workers": args.workers, "force": args.force, "pack": args.pack}
+    code = start(points, workdir, file.spec, **options, **selected)
     print()
     _print(launch.status(workdir))
     print(f"\npe-ablation report {workdir}{f' --select {args.select}' if selected else ''}")

@@ -1,4 +1,6 @@
-"""Runs points, each in a process of its own, so that one that dies never takes the rest along.
+"""Runs packs of points, each in a process of its own, so that one that dies never takes the rest along.
+
+A pack is a point, unless points that one program can train are put together (`sweep.packs`).
 
 The order is fixed: refuse what can't work, plan every run directory (from then on a run that is absent is known to be
 missing), train and score what isn't done, say what became of each. The next launch retries what failed and goes on
@@ -19,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pe_ablation import config, mirror, placement, record, stopping
+from pe_ablation import config, mirror, placement, record, stopping, sweep
 from pe_ablation.config import DataConfig, EvalConfig, Experiment
 from pe_ablation.record import HeldError, Run, State
 from pe_ablation.stopping import RESUMABLE, Stopped
-from pe_ablation.sweep import Point
+from pe_ablation.sweep import Pack, Point
 from pe_ablation.workers import Workers, describe
 
 STATES: tuple[State, ...] = ("done", "running", "failed", "missing")
@@ -94,38 +96,69 @@ def _plan_run(
     return Run.plan(path, experiment, source, digests.get(experiment.data))
 
 
-def dry_run(points: Sequence[Point], workdir: Path | None = None) -> Iterator[str]:
+def dry_run(points: Sequence[Point], workdir: Path | None = None, *, pack: bool = False) -> Iterator[str]:
     """A line per point (seeds, parameters, tokens per run, estimated minutes and memory) and the totals.
 
-    Nothing is written; of `workdir`, the speed of finished runs is read.
+    With `pack`, points that train in one program are estimated together, in a line below theirs. Nothing is written; of
+    `workdir`, the speed of finished runs is read.
     """
-    from pe_ablation import data, estimate, model, start
+    from pe_ablation import estimate, start
 
-    speed = estimate.Speed(workdir)
-    runs = tokens = seconds = most = 0
-    unscored = False
-    for point in points:
-        first, count = point.experiments[0], len(point.experiments)
-        config.refuse_imported(first)
-        gpt = first.gpt(data.tokenizer(first.data).vocab_size)
-        parameters = model.count_parameters(gpt)
-        each = first.train.steps * first.train.batch_tokens
-        scoring = estimate.scoring(first, gpt)
-        work = count * (first.train.steps * estimate.step(first, gpt) + (scoring or 0.0))
-        own, size = estimate.START_SECONDS + work / speed.of(first, gpt), estimate.memory(first, gpt, parameters, count)
-        yield (
-            f"{point.directory_name}  seeds {point.seeds}  {parameters:,} parameters  {each:,} tokens per run"
-            f"  estimated {_minutes(own)}, {size / 1e9:.2f} GB"
-        )
-        if (change := start.check(first)) is not None:
-            yield f"  {change}"
-        runs, tokens, seconds, most = runs + count, tokens + count * each, seconds + own, max(most, size)
-        unscored |= scoring is None
-    without = "; evaluation not counted: its windows depend on the corpus" if unscored else ""
-    yield f"estimated by formula from {speed}, and {estimate.START_SECONDS:.0f} s to start each point{without}"
+    speed, packs = estimate.Speed(workdir), sweep.packs(points, pack)
+    costs = []
+    for each in packs:
+        costs.append(cost := _cost(each, speed))
+        estimated = f"estimated {_minutes(cost.seconds)}, {cost.memory / 1e9:.2f} GB"
+        own = "" if each.is_several else f"  {estimated}"
+        for point in each.points:
+            amounts = f"{cost.parameters:,} parameters  {cost.tokens:,} tokens per run"
+            yield f"{point.directory_name}  seeds {point.seeds}  {amounts}{own}"
+            if (change := start.check(point.experiments[0])) is not None:
+                yield f"  {change}"
+        if each.is_several:
+            yield f"  packed: {each}; {estimated}"
+    uncounted = not all(cost.has_scoring for cost in costs)
+    without = "; evaluation not counted: its windows depend on the corpus" if uncounted else ""
+    unit, among = ("pack", f" in {len(packs)} packs") if pack else ("point", "")
+    yield f"estimated by formula from {speed}, and {estimate.START_SECONDS:.0f} s to start each {unit}{without}"
+    runs, tokens = sum(cost.runs for cost in costs), sum(cost.runs * cost.tokens for cost in costs)
+    minutes, most = _minutes(sum(cost.seconds for cost in costs)), max((cost.memory for cost in costs), default=0.0)
     yield (
-        f"{len(points)} points, {runs} runs, {tokens:,} tokens; estimated {_minutes(seconds)} one after another, "
+        f"{len(points)} points{among}, {runs} runs, {tokens:,} tokens; estimated {minutes} one after another, "
         f"{most / 1e9:.2f} GB at a time"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cost:
+    """What a pack takes: parameters and tokens of a run, how many runs, seconds of all, bytes at a time."""
+
+    parameters: int
+    tokens: int
+    runs: int
+    seconds: float
+    memory: float
+    has_scoring: bool
+
+
+def _cost(pack: Pack, speed: Any) -> _Cost:
+    """The estimate for a pack at an `estimate.Speed`."""
+    from pe_ablation import data, estimate, model
+
+    experiments = pack.experiments
+    first, runs = experiments[0], len(experiments)
+    config.refuse_imported(first)
+    gpt = first.gpt(data.tokenizer(first.data).vocab_size)
+    parameters = model.count_parameters(gpt)
+    scoring = [estimate.scoring(each, gpt) for each in experiments]
+    work = runs * first.train.steps * estimate.step(first, gpt) + sum(each or 0.0 for each in scoring)
+    return _Cost(
+        parameters,
+        tokens=first.train.steps * first.train.batch_tokens,
+        runs=runs,
+        seconds=estimate.START_SECONDS + work / speed.of(first, gpt),
+        memory=max(estimate.memory(each, gpt, parameters, runs) for each in experiments),
+        has_scoring=None not in scoring,
     )
 
 
@@ -134,11 +167,13 @@ def _minutes(seconds: float) -> str:
     return f"{minutes:.1f} minutes" if minutes < 10 else f"{minutes:,.0f} minutes"
 
 
-def at(points: Sequence[Point], index: int) -> list[Point]:
-    """The point of this index, counted from 0, alone; ValueError where there is none."""
-    if not 0 <= index < len(points):
-        raise ValueError(f"--index {index}: {len(points)} points are selected, 0 to {len(points) - 1}")
-    return [points[index]]
+def at(points: Sequence[Point], index: int, *, pack: bool = False) -> list[Point]:
+    """The point of this index, from 0, alone, or with `pack` those of the pack; ValueError where there is none."""
+    found = sweep.packs(points, pack)
+    if not 0 <= index < len(found):
+        units = "packs" if pack else "points"
+        raise ValueError(f"--index {index}: {len(found)} {units} are selected, 0 to {len(found) - 1}")
+    return list(found[index].points)
 
 
 def launch(
@@ -148,12 +183,13 @@ def launch(
     *,
     workers: int = 1,
     force: bool = False,
+    pack: bool = False,
     command: Sequence[str] = COMMAND,
 ) -> int:
-    """Bring every point to its result, up to `workers` at once.
+    """Bring every point to its result, up to `workers` of them, or with `pack` of packs, at once.
 
     0 if all runs are done, 1 if not, 130 after Ctrl-C, RESUMABLE where runs were stopped by SIGTERM or SIGUSR1. With
-    `force` what was recorded for these points is set aside, and they are trained again. `command` is what one point
+    `force` what was recorded for these points is set aside, and they are trained again. `command` is what one pack
     is started with; its run directories are appended. Raises ValueError for more workers than the machine has room
     for, HeldError for a run that is to be set aside while it runs, and what `check` and `plan` refuse.
     """
@@ -163,10 +199,11 @@ def launch(
             digests = check(points)
             if force:
                 _set_aside(points, Path(workdir))
-            plans = plan(points, Path(workdir), source, digests)
+            packs = sweep.packs(points, pack)
+            planned = [plan(each.points, Path(workdir), source, digests) for each in packs]
     except Stopped:
         return RESUMABLE
-    return _Launch(plans, shares, command).run()
+    return _Launch(planned, shares, command).run()
 
 
 def _set_aside(points: Sequence[Point], workdir: Path) -> None:
@@ -184,15 +221,24 @@ def _set_aside(points: Sequence[Point], workdir: Path) -> None:
 
 @dataclasses.dataclass
 class _Job:
-    """A point and those of its runs that nobody here has started; what was said about it."""
+    """A pack, the directory of its first point, those of its runs that nobody here has started; what was said of it."""
 
-    title: str
+    pack: Pack
+    number: str
     path: Path
     runs: list[Run]
     said: set[str] = dataclasses.field(default_factory=set)
 
+    @property
+    def title(self) -> str:
+        return f"[{self.number}] {self.pack.name}"
+
+    def name(self, run: Run) -> str:
+        """'seed_0', in a pack of several points with that of its point before it."""
+        return f"{run.path.parent.name}/{run.path.name}" if self.pack.is_several else run.path.name
+
     def say(self, text: str) -> None:
-        """A line about the point, once."""
+        """A line about the pack, once."""
         if text not in self.said:
             print(f"{self.title}: {text}", flush=True)
         self.said.add(text)
@@ -200,7 +246,7 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _UnderWay:
-    """Runs of a point in a process, and since when."""
+    """Runs of a pack in a process, and since when."""
 
     job: _Job
     runs: list[Run]
@@ -210,21 +256,29 @@ class _UnderWay:
 class _Launch:
     """Starts each run at most once; leaves those that others hold, and those that others failed with meanwhile."""
 
-    def __init__(self, plans: Sequence[Plan], shares: Sequence[placement.Share], command: Sequence[str]):
-        self.plans, self.command = plans, command
+    def __init__(self, packs: Sequence[Sequence[Plan]], shares: Sequence[placement.Share], command: Sequence[str]):
+        self.plans, self.command = [each for plans in packs for each in plans], command
         self.workers = Workers(shares)
         self.has_logs = len(shares) > 1
         self.jobs = [
-            _Job(f"[{number}/{len(plans)}] {each.point.directory_name}", each.runs[0].path.parent, each.open_runs)
-            for number, each in enumerate(plans, 1)
+            _Job(
+                Pack(tuple(each.point for each in plans)),
+                f"{number}/{len(packs)}",
+                plans[0].runs[0].path.parent,
+                [run for each in plans for run in each.open_runs],
+            )
+            for number, plans in enumerate(packs, 1)
         ]
-        pairs = [pair for each in plans for pair in zip(each.runs, each.point.experiments, strict=True)]
+        pairs = [pair for each in self.plans for pair in zip(each.runs, each.point.experiments, strict=True)]
         self.experiments = {run.path: experiment for run, experiment in pairs}
         self.attempts = {run.path: _ended(run) for job in self.jobs for run in job.runs}
         self.under_way: dict[subprocess.Popen, _UnderWay] = {}
 
     def run(self) -> int:
         for job in self.jobs:
+            if job.pack.is_several:
+                names = ", ".join(each.directory_name for each in job.pack.points)
+                job.say(f"packed: {job.pack} ({names}), {len(job.runs)} to do")
             if not job.runs:
                 job.say("done before")
         with stopping.heard(self.workers.hear, (*stopping.SIGNALS, signal.SIGINT)):
@@ -236,7 +290,7 @@ class _Launch:
                 self._end(self.workers.next_end())
 
     def _next(self) -> tuple[_Job, list[Run]] | None:
-        """The first point of which something can be started, and what was claimed of it."""
+        """The first pack of which something can be started, and what was claimed of it."""
         for job in self.jobs:
             claimed = [run for run in tuple(job.runs) if self._claim(job, run)]
             if claimed:
@@ -248,14 +302,14 @@ class _Launch:
         number = run.attempts()
         state, reason = run.status()
         if state == "running":
-            job.say(f"{run.path.name} is left to {reason}")
+            job.say(f"{job.name(run)} is left to {reason}")
             return False
         Run.plan(run.path, self.experiments[run.path], None)  # when all were planned it may have been held
         claimed = False
         if is_complete(run):
-            job.say(f"{run.path.name} was done by another launch")
+            job.say(f"{job.name(run)} was done by another launch")
         elif state == "failed" and run.error() and number != self.attempts[run.path]:
-            job.say(f"{run.path.name} failed in another launch: {reason}")
+            job.say(f"{job.name(run)} failed in another launch: {reason}")
         elif not (claimed := run.reserve(number + 1)):
             return False
         job.runs.remove(run)
@@ -264,7 +318,7 @@ class _Launch:
     def _start(self, job: _Job, runs: list[Run]) -> None:
         log = job.path / "log.txt" if self.has_logs else None
         where = f", output in {log}" if log else ""
-        print(f"{job.title}: {', '.join(run.path.name for run in runs)}{where}", flush=True)
+        print(f"{job.title}: {', '.join(map(job.name, runs))}{where}", flush=True)
         process = self.workers.start([*self.command, *(str(run.path) for run in runs)], log)
         self.under_way[process] = _UnderWay(job, runs)
 
@@ -277,7 +331,7 @@ class _Launch:
                 run.close("stopped" if asked else "failed", f"{asked.name}, {reason}" if asked else reason)
             except HeldError as lost:
                 print(lost, flush=True)
-        states = (f"{run.path.name} {' '.join(filter(None, run.status()))}" for run in ended.runs)
+        states = (f"{ended.job.name(run)} {' '.join(filter(None, run.status()))}" for run in ended.runs)
         print(f"{ended.job.title}: {'; '.join(states)} after {time.monotonic() - ended.began:.0f} s", flush=True)
 
     def _code(self) -> int:
@@ -308,9 +362,9 @@ def is_complete(run: Run) -> bool:
 
 
 def run_point(directories: Sequence[str | Path], *, again: bool = True) -> int:
-    """Train the planned seeds of one point, score each, store results; 0 if all are done, RESUMABLE if stopped.
+    """Train the planned runs of one pack, score each, store results; 0 if all are done, RESUMABLE if stopped.
 
-    Runs that another process holds are left to it. What a run fails with is in its error.json and on stderr; a seed
+    Runs that another process holds are left to it. What a run fails with is in its error.json and on stderr; a run
     that fails to be scored doesn't stop the others. Raises HeldError if all are held elsewhere, KeyboardInterrupt
     after recording it. `again`: a second SIGTERM or SIGUSR1 kills.
     """
@@ -350,8 +404,8 @@ def _claim_all(runs: Sequence[Run], claimed: list[Run]) -> list[HeldError]:
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that go through one program: trained ones; others by a checkpoint's step that they share, or by having none.
 
-    Seeds broken off while they were being saved have one in common. A seed that was added later has not, and would
-    send the others back to their beginning.
+    Runs broken off while they were being saved have one in common. One that was added later, or that trained on its own
+    meanwhile, has not, and would send the others back to their beginning.
     """
     from pe_ablation import checkpoint
 

@@ -106,7 +106,7 @@ class ConfigFile:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Experiments that differ by their seed alone; they train in one program."""
+    """Experiments that differ by their seed alone; they share a directory, and train in one program."""
 
     experiments: tuple[Experiment, ...]
 
@@ -131,6 +131,41 @@ class Point:
     def directory_name(self) -> str:
         arm = re.sub(r"[^\w.+-]+", "_", self.arm)
         return f"{arm}-L{self.train_length}-{self.identity[:8]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Points that train in one program: they differ by their learning rate alone, or by what names and scores them."""
+
+    points: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        rates = ", ".join(str(each.experiments[0].train.learning_rate) for each in self.points)
+        return f"{len(self.points)} points, {len(self.experiments)} runs in one program, train.learning_rate {rates}"
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """Of all points, in their order."""
+        return [each for point in self.points for each in point.experiments]
+
+    @property
+    def is_several(self) -> bool:
+        """Whether there is more than one point in it."""
+        return len(self.points) > 1
+
+    @property
+    def name(self) -> str:
+        """The first point's directory, and how many more there are."""
+        more = f" and {len(self.points) - 1} more" if self.is_several else ""
+        return f"{self.points[0].directory_name}{more}"
+
+
+def packs(points: Sequence[Point], together: bool) -> list[Pack]:
+    """The points by the program that trains them, first seen first; each on its own unless they are put `together`."""
+    groups: dict[Any, list[Point]] = {}
+    for number, point in enumerate(points):
+        groups.setdefault(config.pack(point.experiments[0]) if together else number, []).append(point)
+    return [Pack(tuple(group)) for group in groups.values()]
 
 
 def load(spec: str) -> ConfigFile:
@@ -232,10 +267,11 @@ def _started(point: Point) -> Point:
     return Point(tuple(map(start.resolved, point.experiments)))
 
 
-def listing(points: Sequence[Point]) -> Iterable[str]:
-    """A line per point: its index from 0, its directory's name, its seeds."""
-    for index, point in enumerate(points):
-        yield f"{index}  {point.directory_name}  seeds {point.seeds}"
+def listing(packs: Sequence[Pack]) -> Iterable[str]:
+    """A line per point: the index of its pack from 0, its directory's name, its seeds."""
+    for index, pack in enumerate(packs):
+        for point in pack.points:
+            yield f"{index}  {point.directory_name}  seeds {point.seeds}"
 
 
 def default_sweep(config_file: ConfigFile) -> str | None:

@@ -50,10 +50,15 @@ def launch_selected(
 
 
 def dry_run(
-    points: Sequence[Point], workdir: Path | None = None, *, field: str, seed: int | None = None
+    points: Sequence[Point],
+    workdir: Path | None = None,
+    *,
+    field: str,
+    seed: int | None = None,
+    pack: bool = False,
 ) -> Iterator[str]:
     """What the grid would train, and how much follows."""
-    yield from launch.dry_run(grid_points(points, field, seed), workdir)
+    yield from launch.dry_run(grid_points(points, field, seed), workdir, pack=pack)
     grids = _grids(points, field)
     runs = sum(max(len(point.experiments) for point in grid) for grid in grids)
     yield f"then the best {field} of each: {len(grids)} points, {runs} runs"

@@ -169,6 +169,21 @@ def test_help_and_typing_errors_do_not_wait_for_jax():
     assert "--config FILE[:ARG]" in ran.stdout and ran.stdout.endswith("False\n")
 
 
+def test_points_are_packed_on_request(study, launched, capsys):
+    swept = "def sweep_rates(arg='full'):\n    yield from ({'train.learning_rate': each} for each in (1e-3, 2e-3))\n"
+    (study / "study.py").write_text(f"{SOURCE}\n{swept}")
+    what = ("--config", "study.py", "--sweep", "rates,default")
+    assert cli.main(["launch", *what, "--pack", "--list"]) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert [(line[0], line[1].split("-")[0]) for line in lines] == [
+        ("0", "none"), ("0", "none"), ("1", "rope"), ("1", "rope"),
+    ]  # fmt: skip
+    assert "--index 2: 2 packs are selected, 0 to 1" in refused(capsys, "launch", *what, "--pack", "--index", "2")
+    cli.main(["launch", *what, "--pack", "--index", "1"])
+    [(points, _, _)] = launched
+    assert [point.directory_name for point in points] == [line[1] for line in lines[2:]]
+
+
 def test_who_reads_the_first_lines_only_ends_nothing_with_an_error():
     with subprocess.Popen([sys.executable, "-c", LINES], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as printing:
         assert printing.stdout is not None and printing.stderr is not None
@@ -303,7 +318,7 @@ def test_launch_with_a_choice_trains_in_two_stages(study, monkeypatch, capsys):
 
     monkeypatch.setattr(tuning, "launch_selected", pretend)
     assert cli.main(["launch", "--config", "study.py", "--select", "lr"]) == 0
-    assert asked == [(2, {"field": "train.learning_rate", "seed": None, "workers": 1, "force": False})]
+    assert asked == [(2, {"field": "train.learning_rate", "seed": None, "workers": 1, "force": False, "pack": False})]
     assert capsys.readouterr().out.endswith("\npe-ablation report runs/study --select lr\n")
     assert "single value of train.learning_rate" in refused(
         capsys, "launch", "--config", "study.py", "--select", "lr", "--dry_run"

@@ -4,7 +4,6 @@ Runs are written, not trained (`written`): random parameters large enough that c
 """
 
 import collections
-import contextlib
 import functools
 import json
 import math
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from compiles import compiles
 from flax import nnx
 from written_runs import BOS, EOS, RAGGED, VOCABULARY, experiment, parameters, text, written
 
@@ -394,22 +394,6 @@ def test_nan_where_nothing_is_scored_is_none(tmp_path, fake):
 
 
 # Compiles, stored cells, and the rows of a curve
-
-
-@contextlib.contextmanager
-def compiles():
-    """Names of the programs that XLA compiles meanwhile, helper operations included."""
-    names = []
-
-    def listen(event: str, duration_secs: float, **about: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield names
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.usefixtures("usual_compilation")

@@ -268,7 +268,7 @@ def test_what_failed_in_another_launch_meanwhile_is_left_to_the_next_one(grid, c
     with OtherProcess() as other:
         if began == "before":
             other("take", run.path / "attempts")
-        ours = launch._Launch(plans, [Share()], grid.command)
+        ours = launch._Launch([[each] for each in plans], [Share()], grid.command)
         if began == "after":
             other("take", run.path / "attempts")
         (run.path / "error.json").write_text(record.dumps({"error": "ValueError: theirs", "time": ""}))
@@ -288,7 +288,7 @@ def test_lengths_that_were_asked_for_while_another_launch_trained_are_scored(gri
         plans = launch.plan(grid.points, grid.workdir, None, {})
         assert 512 not in grid.run("none").experiment.eval.lengths
         other("release", grid.run("none").path / "attempts", "done")
-    assert launch._Launch(plans, [Share()], grid.command).run() == 0
+    assert launch._Launch([[each] for each in plans], [Share()], grid.command).run() == 0
     assert grid.run("none").result()["eval"]["lengths"] == [64, 512]
 
 
@@ -323,6 +323,54 @@ def test_workers_are_pinned_to_cores_of_their_own(grid, monkeypatch):
     grid.behave({})
     assert grid.launch(force=True) == 0
     assert [each["cores"] for each in grid.events("start")] == [sorted(before)] * 4
+
+
+def packs_of(*arms, rates=(1e-3, 2e-3, 4e-3), **fields):
+    """Points of some arms at several learning rates, the arms in turn."""
+    return [point(arm, train={"learning_rate": rate}, **fields) for rate in rates for arm in arms]
+
+
+def test_a_pack_is_one_process_and_what_is_done_is_left_out(grid, capsys):
+    grid.quick().points = [*packs_of("rope"), point("none")]
+    names = [each.directory_name for each in grid.points]
+    assert grid.launch(pack=True) == 0
+    assert [each["arm"] for each in grid.events("start")] == ["rope", "none"]
+    runs = [Run(grid.workdir / name / "seed_0") for name in names]
+    assert [run.status()[0] for run in runs] == ["done"] * 4 and len({run.identity for run in runs}) == 4
+    title, out = f"[1/2] {names[0]} and 2 more: ", capsys.readouterr().out.splitlines()
+    about = "packed: 3 points, 3 runs in one program, train.learning_rate 0.001, 0.002, 0.004"
+    assert out[0] == f"{title}{about} ({', '.join(names[:3])}), 3 to do"
+    assert out[1] == title + ", ".join(f"{name}/seed_0" for name in names[:3])
+    assert out[2].startswith(f"{title}{names[0]}/seed_0 done; {names[1]}/seed_0 done; ")
+    assert out[3] == f"[2/2] {names[3]}: seed_0"
+
+    (runs[1].path / "result.json").write_text("torn")
+    assert grid.launch(pack=True) == 0 and len(grid.events("start")) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].endswith(", 1 to do") and f"{title}{names[1]}/seed_0" in out
+    grid.launch(force=True)
+    assert len(grid.events("start")) == 4
+
+
+def test_packs_are_dealt_to_workers(grid, roomy):
+    grid.quick().points = packs_of("none", "rope")
+    grid.behave({"none": "meet", "rope": "meet"})
+    assert grid.launch(pack=True, workers=2) == 0
+    assert sorted(each["arm"] for each in grid.events("start")) == ["none", "rope"]
+    logs = [grid.workdir / each.directory_name / "log.txt" for each in grid.points]
+    assert [log.exists() for log in logs] == [True, True, *[False] * 4]
+
+
+def test_a_pack_that_is_killed_or_stopped_is_a_failure_or_a_stop_of_each_of_its_runs(grid):
+    grid.quick().points = packs_of("none", "rope", "alibi")
+    grid.behave({"rope": "kill", "alibi": f"signal {int(signal.SIGTERM)}"})
+    assert grid.launch(pack=True) == launch.RESUMABLE
+    states = {arm: [] for arm in ("none", "rope", "alibi")}
+    for each in grid.points:
+        states[each.arm].append(Run(grid.workdir / each.directory_name / "seed_0").status()[0])
+    assert states == {"none": ["done"] * 3, "rope": ["failed"] * 3, "alibi": ["stopped"] * 3}
+    grid.behave({})
+    assert grid.launch() == 0 and len(grid.events("start")) == 6
 
 
 def test_two_launches_at_once_run_no_point_twice(grid):
@@ -662,6 +710,22 @@ def test_seeds_train_together_where_they_can_go_on_together(here):
     committed(plan.runs[4], 24, 32)
     assert launch.run_point([run.path for run in plan.runs]) == 0
     assert here.trained == [[0, 2], [1, 3], [4]]
+
+
+def test_runs_of_several_points_train_together_and_those_ahead_on_their_own(here, monkeypatch):
+    plans = launch.plan(packs_of("none", seeds=(0, 1)), here.workdir, None, {})
+    runs = [run for each in plans for run in each.runs]
+    committed(runs[1], 8)
+    committed(runs[2], 8)
+    assert launch.run_point([run.path for run in runs[:4]]) == 0
+    assert here.trained == [[0, 1], [1, 0]]
+
+    def fit_pack(experiments, run_dirs):
+        raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
+
+    pretend(monkeypatch, fit_pack)
+    assert launch.run_point([run.path for run in runs[4:]]) == 1
+    assert {run.status() for run in runs[4:]} == {("failed", "MemoryError: RESOURCE_EXHAUSTED: out of memory")}
 
 
 def test_one_group_that_fails_does_not_stop_the_others(here, monkeypatch):

@@ -443,7 +443,7 @@ def test_only_that_matches_nothing_or_cannot_be_read_is_refused(path, condition,
 
 def test_a_list_has_a_line_per_point_in_the_order_of_the_points(path):
     points = made(path, "default")
-    assert list(sweep.listing(points)) == [
+    assert list(sweep.listing(sweep.packs(points, False))) == [
         f"0  {points[0].directory_name}  seeds 0,1",
         f"1  {points[1].directory_name}  seeds 0,1",
     ]

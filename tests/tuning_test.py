@@ -176,7 +176,7 @@ def test_each_training_length_has_a_grid_of_its_own(sweep):
 
 def test_a_dry_run_says_what_the_grid_trains_and_what_follows(sweep, monkeypatch):
     monkeypatch.setattr(
-        launch, "dry_run", lambda points, _: (f"{each.arm} {each.experiments[0].seed}" for each in points)
+        launch, "dry_run", lambda points, _, **options: (f"{each.arm} {each.experiments[0].seed}" for each in points)
     )
     lines = list(tuning.dry_run(sweep, field="train.learning_rate", seed=9))
     assert lines == ["rope 9"] * 3 + ["alibi 9"] * 3 + ["then the best train.learning_rate of each: 2 points, 4 runs"]
