@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiles import compiles
 from flax import nnx
 from written_runs import BOS, EOS, experiment, written
 
@@ -242,6 +243,21 @@ def test_steps_and_prompts_of_a_length_share_their_programs(loaded):
         continued(model, [prompt], 30, policy=policy, sampling=how)
     assert generate._programs(model.config, policy, jnp.float32, BOS, EOS) == (read, step)
     assert step._cache_size() == 1
+
+
+def test_a_model_compiles_two_programs_and_one_for_each_longer_prompt(run):
+    """Reading and a step; prompts up to 16 tokens are one length, up to 32 another."""
+    model = trained.load(run("t5", model__model_dim=12, eval__batch_tokens=24))  # a model of no other test
+
+    def programs(*prompts, **how):
+        with compiles() as names:
+            for prompt in prompts:
+                assert continued(model, [prompt], 30, policy=Policy("full", 64), **how)
+        return [name for name in names if name in ("jit(read)", "jit(step)")]
+
+    assert programs(b"abc") == ["jit(read)", "jit(step)"]
+    assert programs(b"abc", b"a", b"abcdefghij", sampling=Sampling(0.5, 3, 0.9, seed=1)) == []
+    assert programs(b"abcdefghijklmnopqrst") == ["jit(read)"]
 
 
 def test_where_the_first_token_is_drawn_without_sight_of_all(loaded):
