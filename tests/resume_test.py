@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
+from flax import nnx
 from other_process import OtherProcess
 from tiny_runs import EPOCH, STEPS, differing, saved
 
 from pe_ablation import lease, stopping, train
 from pe_ablation.checkpoint import Checkpoints
+from pe_ablation.model import abstract
 from pe_ablation.record import HeldError, Run
 
 # Trains both seeds and kills itself: in the middle of stepping, or right after the first seed's save of a step began.
@@ -301,5 +303,39 @@ def test_saved_bytes_are_those_of_the_moment_of_saving(folder, tmp_path):
             assert all(np.array_equal(*pair) for pair in zip(at_save, jax.tree.leaves(state), strict=True))
             again = jax.tree.leaves(stepped(state, batches[3:]))
             assert all(np.array_equal(*pair) for pair in zip(end, again, strict=True))
+    for store in stores:
+        store.close()
+
+
+def test_what_reads_a_state_before_it_is_donated_sees_it_whole(folder, tmp_path):
+    """A save, a model's pass and a callback may all be under way when the next step takes the state's memory."""
+    loop = tiny_runs.SharedFit(pair(folder), [])
+    stores = [Checkpoints(tmp_path / str(seed)) for seed in (0, 1)]
+    seeds, peaks = jnp.asarray([0, 1], jnp.uint32), jnp.full(2, 1e-2)
+    graph, told = nnx.graphdef(abstract(loop.config)), []
+
+    @jax.jit
+    def scored(params, tokens):
+        jax.debug.callback(lambda *leaves: told.append([np.array(leaf) for leaf in leaves]), *jax.tree.leaves(params))
+        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[1], params))(tokens)
+
+    with tiny_runs.quick_compiles():
+        state, _ = loop.step(loop._restore(stores)[0], loop._next(), seeds, peaks)
+        windows = loop._next()
+        before = [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
+        expected = np.asarray(scored(state.params, windows[1, 0, :, :-1]))
+        told.clear()
+        loop._save(stores, 1, state)
+        logits = scored(state.params, windows[1, 0, :, :-1])
+        after, _ = loop.step(state, windows, seeds, peaks)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.optimizer)))
+        np.testing.assert_array_equal(logits, expected)
+        jax.effects_barrier()
+        assert all(map(np.array_equal, told[0], before))
+        assert not all(map(np.array_equal, before, jax.tree.leaves(after.params)))
+        for store in stores:
+            store.wait()
+        restored, _ = loop._restore(stores)
+        assert all(map(np.array_equal, before, jax.tree.leaves(restored.params)))
     for store in stores:
         store.close()
