@@ -54,11 +54,12 @@ def rows(runs_dir: str | os.PathLike[str]) -> pd.DataFrame:
     scored token (cells stored before words were counted have none). `status`: ok | n/a | OOM | diverged | failed |
     missing; only stored cells have numbers, the others NaN. `untrained`: "True" where the numbers depend on an entry of
     the encoding's parameters that no training gradient reached, "False", or "" where that isn't known. Of a run's
-    training program: `seconds_per_step` and `tokens_per_second` (see `_speed`) and `program_seeds`, the number of seeds
-    that it trained at once. `train_memory_bytes` and `memory_bytes`: what the programs of training and of the cell take
-    (see `memory.program_bytes`). `settings` is the protocol's own fields as JSON, `run` the directory relative to
-    `runs_dir`. `window_recompute` is the model's own cell at its training length under the same settings, so it is
-    derived, not stored. `transform` is what the model was scored under (see `transforms`), "" as it was trained.
+    training program: `seconds_per_step` and `tokens_per_second` (see `_speed`) and `program_seeds`, the number of runs
+    that it trained at once: seeds of a point, or a pack. `train_memory_bytes` and `memory_bytes`: what the programs of
+    training and of the cell take (see `memory.program_bytes`). `settings` is the protocol's own fields as JSON, `run`
+    the directory relative to `runs_dir`. `window_recompute` is the model's own cell at its training length under the
+    same settings, so it is derived, not stored. `transform` is what the model was scored under (see `transforms`), ""
+    as it was trained.
     `variant` names the fields in which arms of one name differ, `differs` has as JSON the fields, other than encoding
     and training length, in which the runs differ at all.
 
@@ -361,7 +362,7 @@ def _timing(run: record.Run) -> list[dict[str, Any]]:
 def _speed(timing: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the logged intervals of a training program; the first, which has the compilation in it, is left out.
 
-    A step is one of the program's, so it trains all the seeds that share it, and their tokens count. NaN where only one
+    A step is one of the program's, so it trains all the runs that share it, and their tokens count. NaN where only one
     interval was logged.
     """
     steps = [row["step"] - before["step"] for before, row in itertools.pairwise(timing)]

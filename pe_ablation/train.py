@@ -57,13 +57,13 @@ def decays(path: tuple[Any, ...]) -> bool:
 
 
 def schedule(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up from 0 over `warmup_steps`, then a cosine to `final_fraction` of the peak at `steps`."""
+    """The share of the peak: linear from 0 over `warmup_steps`, then a cosine to `final_fraction` at `steps`."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=config.learning_rate,
+        peak_value=1.0,
         warmup_steps=config.warmup_steps,
         decay_steps=config.steps,
-        end_value=config.final_fraction * config.learning_rate,
+        end_value=config.final_fraction,
     )
 
 
@@ -76,7 +76,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            schedule(dataclasses.replace(config, learning_rate=1.0)),
+            schedule(config),
             b1=config.beta1,
             b2=config.beta2,
             eps=config.epsilon,
@@ -131,7 +131,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One step of one run on int32 windows [A,B,L+1], whose inputs [B,L] `place` gives positions.
 
-    `learning_rate` is the float32 peak of the schedule, by which the updates of `make_optimizer` are scaled.
+    `learning_rate` is the peak, a float32 by which the updates of `make_optimizer` are scaled.
     Metrics are sums over the batch, and the gradient's norm. BOS is no target; EOS is one, so that generation can stop.
     After a step that is not finite the state stays frozen.
     """
@@ -250,6 +250,7 @@ class _Fit:
         self.experiments, self.runs = experiments, runs
         self.experiment = experiment = experiments[0]
         self.seeds = [each.seed for each in experiments]
+        self.peaks = np.asarray([each.train.learning_rate for each in experiments], np.float32)
         self.tokenizer = data.tokenizer(experiment.data)
         self.config = experiment.gpt(self.tokenizer.vocab_size)
         self.optimizer = make_optimizer(experiment.train)
@@ -306,16 +307,15 @@ class _Fit:
         together = f" x{len(self.runs)} runs" if len(self.runs) > 1 else ""
         label = f"{self.experiment.arm} L={train.length}{together}"
         progress = Progress(train.steps, label, train.batch_tokens * len(self.experiments))
-        rates = [schedule(each.train) for each in self.experiments]
         try:
-            return self._steps(checkpoints, state, done, _Log(self.runs, rates, train, progress, done))
+            return self._steps(checkpoints, state, done, _Log(self.runs, self.peaks, train, progress, done))
         finally:
             progress.close()
 
     def _steps(self, checkpoints: list[Checkpoints], state: TrainState, done: int, log: "_Log") -> TrainState:
         train = self.experiment.train
         seeds = jnp.asarray(self.seeds, jnp.uint32)
-        peaks = jnp.asarray([each.train.learning_rate for each in self.experiments], jnp.float32)
+        peaks = jnp.asarray(self.peaks)
         waiting: tuple[int, Any] | None = None
         for step in range(done + 1, train.steps + 1):
             if waiting is None:  # at the start and after checkpoints
@@ -376,8 +376,9 @@ class _Fit:
 class _Log:
     """Turns fetched metrics into rows of each run's logs and into progress."""
 
-    def __init__(self, runs: list[Run], rates: list[optax.Schedule], train: TrainConfig, progress: Progress, done: int):
-        self.runs, self.rates, self.train, self.progress = runs, rates, train, progress
+    def __init__(self, runs: list[Run], peaks: np.ndarray, train: TrainConfig, progress: Progress, done: int):
+        self.runs, self.peaks, self.train, self.progress = runs, peaks, train, progress
+        self.schedule = schedule(train)
         self.since, self.began = done, time.monotonic()
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -387,16 +388,16 @@ class _Log:
         if not due and np.array_equal(alive, was_alive):
             return
         values = {name: np.asarray(each, np.float64) for name, each in metrics.items()}
-        for row, (run, rate) in enumerate(zip(self.runs, self.rates, strict=True)):
+        values["learning_rate"] = self.peaks * np.asarray(self.schedule(step - 1))
+        for row, run in enumerate(self.runs):
             if was_alive[row] and (due or not alive[row]):
-                own = {name: float(each[row]) for name, each in values.items()}
-                run.append("metrics", [self._row(step, own, float(np.asarray(rate(step - 1))))])
+                run.append("metrics", [self._row(step, {name: float(each[row]) for name, each in values.items()})])
         if due:
             self._time(step)
             losses = (values["nats"] / values["tokens"])[alive]
             self.progress.update(step, float(losses.mean()) if losses.size else math.nan)
 
-    def _row(self, step: int, sums: dict[str, float], learning_rate: float) -> dict[str, Any]:
+    def _row(self, step: int, sums: dict[str, float]) -> dict[str, Any]:
         nats = sums["nats"] / sums["tokens"]
         return {
             "step": step,
@@ -405,7 +406,7 @@ class _Log:
             "perplexity": perplexity(nats),
             "bits_per_byte": sums["nats"] / math.log(2) / max(sums["bytes"], 1.0),
             "gradient_norm": sums["gradient_norm"],
-            "learning_rate": learning_rate,
+            "learning_rate": sums["learning_rate"],
             "diverged": not sums["alive"],
         }
 

@@ -55,15 +55,15 @@ def shapes(experiment):
 
 
 def test_learning_rate_is_linear_then_a_cosine():
-    fields = config.TrainConfig(steps=50, warmup_steps=7, learning_rate=3e-3, final_fraction=0.2)
+    fields = config.TrainConfig(steps=50, warmup_steps=7, final_fraction=0.2)
     expected = []
     for step in range(60):
         rise = step / 7
         fall = 0.5 * (1 + math.cos(math.pi * min(step - 7, 43) / 43))
-        expected.append(3e-3 * (rise if step < 7 else 0.2 + 0.8 * fall))
+        expected.append(rise if step < 7 else 0.2 + 0.8 * fall)
     found = [float(np.asarray(train.schedule(fields)(step))) for step in range(60)]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
-    assert found[0] == 0.0 and max(found) == pytest.approx(3e-3) and found[55] == pytest.approx(6e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    assert found[0] == 0.0 and max(found) == pytest.approx(1.0) and found[55] == pytest.approx(0.2)
 
 
 def adamw(fields, params, gradients, decayed):
@@ -72,7 +72,7 @@ def adamw(fields, params, gradients, decayed):
     second = {name: np.zeros_like(value) for name, value in params.items()}
     for step, gradient in enumerate(gradients, 1):
         norm = math.sqrt(sum(float(np.sum(g**2)) for g in gradient.values()))
-        rate = float(np.asarray(train.schedule(fields)(step - 1)))
+        rate = fields.learning_rate * float(np.asarray(train.schedule(fields)(step - 1)))
         for name, value in params.items():
             g = gradient[name] * min(1.0, fields.clip_norm / norm)
             first[name] = fields.beta1 * first[name] + (1 - fields.beta1) * g
