@@ -301,7 +301,7 @@ def _run(args: argparse.Namespace) -> int:
     except stopping.Stopped:
         return stopping.RESUMABLE
     _keep_programs()
-    code = launch.run_point([run.path for run in plan.open_runs])
+    code = launch.run_pack([run.path for run in plan.open_runs])
     _print(launch.status(workdir / plan.point.directory_name))
     _print(mirror.sync_commands(workdir / plan.point.directory_name))
     return code

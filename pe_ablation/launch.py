@@ -361,7 +361,7 @@ def is_complete(run: Run) -> bool:
     return {**config.to_dict(config.EvalConfig()), **result["eval"]} == run.config["experiment"]["eval"]
 
 
-def run_point(directories: Sequence[str | Path], *, again: bool = True) -> int:
+def run_pack(directories: Sequence[str | Path], *, again: bool = True) -> int:
     """Train the planned runs of one pack, score each, store results; 0 if all are done, RESUMABLE if stopped.
 
     Runs that another process holds are left to it. What a run fails with is in its error.json and on stderr; a run
@@ -467,14 +467,14 @@ def _end_all(runs: Sequence[Run], state: Literal["failed", "stopped"], reason: s
 
 
 def child(directories: Sequence[str | Path], parent: int = 0) -> int:
-    """`run_point` for a launcher, which alone stops us: by SIGTERM, by SIGKILL, or by ending itself.
+    """`run_pack` for a launcher, which alone stops us: by SIGTERM, by SIGKILL, or by ending itself.
 
     `parent` is the descriptor of a pipe that the launcher holds open while it lives. A terminal sends Ctrl-C to both,
     a scheduler its signals: the launcher passes on what it makes of them, and being asked twice changes nothing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    return run_point(directories, again=False)
+    return run_pack(directories, again=False)
 
 
 def _end_with(pipe: int) -> None:

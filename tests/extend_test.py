@@ -42,7 +42,7 @@ class Study:
     def bring_up(self, point):
         """Train and score what is missing, in this process; the exit code."""
         [plan] = launch.plan([point], self.workdir, None, launch.check([point]))
-        return launch.run_point([run.path for run in plan.open_runs])
+        return launch.run_pack([run.path for run in plan.open_runs])
 
     def launch(self, point, **asked):
         """A real launch, which starts a command that fails: 0 only if nothing was to be done."""

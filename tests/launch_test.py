@@ -621,7 +621,7 @@ class Here:
     def bring_up(self, asked):
         """(exit code, runs of the point)."""
         [plan] = launch.plan([asked], self.workdir, None, {})
-        return launch.run_point([run.path for run in plan.open_runs]), plan.runs
+        return launch.run_pack([run.path for run in plan.open_runs]), plan.runs
 
 
 @pytest.fixture
@@ -659,7 +659,7 @@ def test_new_evaluation_lengths_reopen_a_run_without_training_it(here):
 def test_a_diverged_seed_is_a_result(planned, monkeypatch):
     summaries = [{"status": "diverged", "loss": float("nan")}, {"status": "ok", "loss": 1.0}]
     pretend(monkeypatch, lambda experiments, run_dirs: summaries)
-    assert launch.run_point([run.path for run in planned]) == 0
+    assert launch.run_pack([run.path for run in planned]) == 0
     assert [run.result()["status"] for run in planned] == ["diverged", "ok"]
 
 
@@ -669,7 +669,7 @@ def test_a_failure_of_training_is_recorded_for_every_seed(planned, monkeypatch):
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
 
     pretend(monkeypatch, fit_pack)
-    assert launch.run_point([run.path for run in planned]) == 1
+    assert launch.run_pack([run.path for run in planned]) == 1
     assert {run.status() for run in planned} == {("failed", "MemoryError: RESOURCE_EXHAUSTED: out of memory")}
 
 
@@ -680,7 +680,7 @@ def test_an_interruption_is_recorded_and_goes_on(planned, monkeypatch):
 
     pretend(monkeypatch, lambda experiments, run_dirs: [{"status": "ok"}] * 2, evaluate_run)
     with pytest.raises(KeyboardInterrupt):
-        launch.run_point([run.path for run in planned])
+        launch.run_pack([run.path for run in planned])
     assert [run.status() for run in planned] == [("done", ""), ("failed", "interrupted")]
 
 
@@ -688,11 +688,11 @@ def test_seeds_that_are_held_elsewhere_are_left_and_the_others_trained(here, cap
     [plan] = launch.plan([point("none", seeds=(0, 1))], here.workdir, None, {})
     with OtherProcess() as other:
         other("take", plan.runs[1].path / "attempts")
-        assert launch.run_point([run.path for run in plan.runs]) == 1
+        assert launch.run_pack([run.path for run in plan.runs]) == 1
         assert here.trained == [[0]] and [run.status()[0] for run in plan.runs] == ["done", "running"]
         assert f"already running in process {other.pid}; left to it" in capsys.readouterr().err
         with pytest.raises(HeldError, match="already running"):
-            launch.run_point([plan.runs[1].path])
+            launch.run_pack([plan.runs[1].path])
 
 
 def committed(run, *steps):
@@ -708,7 +708,7 @@ def test_seeds_train_together_where_they_can_go_on_together(here):
     committed(plan.runs[0], 8, 16)
     committed(plan.runs[2], 8)
     committed(plan.runs[4], 24, 32)
-    assert launch.run_point([run.path for run in plan.runs]) == 0
+    assert launch.run_pack([run.path for run in plan.runs]) == 0
     assert here.trained == [[0, 2], [1, 3], [4]]
 
 
@@ -717,14 +717,14 @@ def test_runs_of_several_points_train_together_and_those_ahead_on_their_own(here
     runs = [run for each in plans for run in each.runs]
     committed(runs[1], 8)
     committed(runs[2], 8)
-    assert launch.run_point([run.path for run in runs[:4]]) == 0
+    assert launch.run_pack([run.path for run in runs[:4]]) == 0
     assert here.trained == [[0, 1], [1, 0]]
 
     def fit_pack(experiments, run_dirs):
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
 
     pretend(monkeypatch, fit_pack)
-    assert launch.run_point([run.path for run in runs[4:]]) == 1
+    assert launch.run_pack([run.path for run in runs[4:]]) == 1
     assert {run.status() for run in runs[4:]} == {("failed", "MemoryError: RESOURCE_EXHAUSTED: out of memory")}
 
 
@@ -738,7 +738,7 @@ def test_one_group_that_fails_does_not_stop_the_others(here, monkeypatch):
         return [{"status": "ok"}]
 
     pretend(monkeypatch, fit_pack)
-    assert launch.run_point([run.path for run in plan.runs]) == 1
+    assert launch.run_pack([run.path for run in plan.runs]) == 1
     assert [run.status() for run in plan.runs] == [("failed", "RuntimeError: no luck"), ("done", "")]
 
 
@@ -758,12 +758,12 @@ def test_a_signal_stops_a_point_and_is_no_failure(planned, monkeypatch, moment):
         return [{"status": "ok"}] * 2
 
     pretend(monkeypatch, fit_pack, evaluate_run)
-    assert launch.run_point([run.path for run in planned]) == launch.RESUMABLE
+    assert launch.run_pack([run.path for run in planned]) == launch.RESUMABLE
     assert planned[1].status()[0] == "stopped" and planned[1].status()[1].endswith(", then SIGTERM")
     assert planned[0].status()[0] == ("stopped" if moment == "before" else "done")
     assert signal.getsignal(signal.SIGTERM) == before and not launch.stopping.requested()
     pretend(monkeypatch, lambda experiments, run_dirs: [{"status": "ok"} for _ in experiments])
-    assert launch.run_point([run.path for run in planned]) == 0
+    assert launch.run_pack([run.path for run in planned]) == 0
 
 
 def test_a_point_that_was_taken_over_leaves_the_record_to_its_new_owner(planned, monkeypatch, capsys):
@@ -776,7 +776,7 @@ def test_a_point_that_was_taken_over_leaves_the_record_to_its_new_owner(planned,
             return [{"status": "late"}] * 2
 
         pretend(monkeypatch, fit_pack)
-        assert launch.run_point([run.path for run in planned]) == 1
+        assert launch.run_pack([run.path for run in planned]) == 1
         assert planned[0].status() == ("running", f"process {other.pid}") and planned[0].result() is None
         assert planned[1].status()[0] == "done" and "taken over by process" in capsys.readouterr().err
 

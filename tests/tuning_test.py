@@ -133,11 +133,11 @@ def test_options_go_to_both_launches(study, sweep, monkeypatch):
     seen, real = [], launch.launch
 
     def spy(points, workdir, source, *, workers, **options):
-        seen.append(workers)
+        seen.append((workers, options["pack"]))
         return real(points, workdir, source, **options)
 
     monkeypatch.setattr(launch, "launch", spy)
-    assert study.launch(sweep, workers=2) == 0 and seen == [2, 2]
+    assert study.launch(sweep, workers=2, pack=True) == 0 and seen == [(2, True)] * 2
 
 
 def test_a_recorded_run_keeps_its_evaluation_where_that_has_the_number(study, sweep):
