@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny_runs
@@ -105,8 +106,9 @@ def test_a_program_does_not_hold_the_learning_rate(folder):
     texts = set()
     for asked in experiments(folder, ((HIGH, 0), (LOW, 0))):
         loop = train._Fit([asked], [])
-        state, numbers = loop.init(np.uint32([0])), (np.uint32([0]), np.float32([asked.train.learning_rate]))
-        texts.add(loop.step.jitted.lower(state, loop._next(), *numbers).as_text())
+        seeds, peaks = np.uint32([0]), np.float32([asked.train.learning_rate])
+        state = jax.eval_shape(loop.init, seeds)
+        texts.add(loop.step.jitted.lower(state, loop._next(), seeds, peaks).as_text())
     assert len(texts) == 1
 
 
