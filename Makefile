@@ -4,7 +4,8 @@
 # make study-streaming  install, experiments/streaming: the quick sweep's models on one long text (20 minutes)
 # make study-catalogue  install, experiments/catalogue: every encoding and variant at one scale
 # make study-scaling    install, experiments/rope_scaling: one RoPE under every transform, then trained on
-# make bench  install, measure speed on this machine: runs/bench
+# make bench  install, measure training, evaluation, decoding and streaming on this machine: runs/bench (15 minutes);
+#             ARGS="training --rounds 9"; what stands beside it: .venv/bin/pip install -e '.[bench]'
 # make lock   write requirements.lock anew from setup.cfg
 PYTHON ?= python3
 VENV ?= .venv
@@ -58,7 +59,7 @@ study-scaling: $(INSTALLED)
 	$(BIN)/pe-ablation report runs/fine_tuning-cpu
 
 bench: $(INSTALLED)
-	$(BIN)/pe-ablation bench
+	$(BIN)/pe-ablation bench $(ARGS)
 
 lock: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv

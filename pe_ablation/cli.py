@@ -39,6 +39,15 @@ GENERATE = {  # how `generate` goes on: default and help
     "cache_dtype": ("float32", "keys and values are kept in: float32, bfloat16"),
     "transform": ("none", "of the trained model, as yarn or ntk:factor=4 (see transforms)"),
 }
+BENCH = {  # shapes of what is measured: default and help
+    "size": ("micro", "of the decoder, by name"),
+    "length": ("128", "tokens of a training window, of a prompt and of what follows it"),
+    "batch": ("32 windows, 8 prompts", "how many of them at once"),
+    "encodings": ("each part's own", "names, as none,rope"),
+    "lengths": ("512,1024,2048,4096,8192", "tokens of the windows that are scored"),
+    "tokens": ("100000", "of the text to be streamed"),
+    "rounds": ("5, evaluation 3", "turns of each way"),
+}
 REPORT = {  # what `report` can narrow down
     "protocol": "one protocol: targets, blocks or sliding (default: all)",
     "metric": "bits_per_byte, nats, perplexity, ... (default: bits_per_byte)",
@@ -169,9 +178,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUNDIR", help="one finished run: POINT/seed_K")
     export.add_argument("folder", metavar="DIR", help="a folder that is empty or not there")
 
-    bench = _command(commands, "bench", _bench, "measure speed on this machine: ways to read a text without end")
+    bench = _command(commands, "bench", _bench, "measure speed and memory on this machine, beside peers")
+    bench.add_argument("parts", metavar="PART", nargs="*", help="training, evaluation, decoding, streaming (all)")
     bench.add_argument("--out", metavar="DIR", default="runs/bench", help="where to write (default: runs/bench)")
-    bench.add_argument("--tokens", metavar="N", type=int, default=100_000, help="of the text (default: 100000)")
+    for name, (default, help_text) in BENCH.items():
+        bench.add_argument(f"--{name}", metavar="X", help=f"{help_text} (default: {default})")
 
     listed = _command(
         commands, "encodings", _encodings, "list the encodings: formula, source, parameters, what to expect"
@@ -414,9 +425,13 @@ def _export_gpt2(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from pe_ablation import bench
+    from pe_ablation import bench, config
 
-    return _print(bench.write(args.out, tokens=args.tokens))
+    given = {name: config.from_flag(text) for name in BENCH if (text := getattr(args, name)) is not None}
+    parts = bench.check(args.parts, given)
+    asked = config.build(bench.Request, given)
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    return _print(bench.write(args.out, parts, asked, say))
 
 
 def _encodings(args: argparse.Namespace) -> int:

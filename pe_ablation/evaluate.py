@@ -198,7 +198,7 @@ def _evenly(items: Any, most: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
+def scoring_program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
     """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed."""
     graph, params = nnx.split(abstract(config))
 
@@ -215,9 +215,9 @@ class _OutOfMemory(Exception):
 
 
 def _program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
-    """`_compiled`, refused before it runs where its own estimate exceeds the memory there is."""
+    """`scoring_program`, refused before it runs where its own estimate exceeds the memory there is."""
     try:
-        program = _compiled(config, batch, length, chosen)
+        program = scoring_program(config, batch, length, chosen)
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from error
     need = program.memory_analysis()
@@ -316,7 +316,7 @@ class _Scorer:
         batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
-        program = _compiled(model.config, batch, length, self.experiment.positions)
+        program = scoring_program(model.config, batch, length, self.experiment.positions)
         window = np.int32(self._window(null))
         moved = untrained.changed(model.params, model.unread or {})
         found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (model.params, moved)]

@@ -301,7 +301,7 @@ class _Loop:
         self.how = (np.float32(sampling.temperature), np.int32(top_k), np.float32(sampling.top_p))
         self.key = jax.random.key(sampling.seed)
         bos = -1 if self.tokenizer.bos is None else self.tokenizer.bos
-        self.read, self.step = _programs(trained.config, policy, dtype, bos, self.tokenizer.eos)
+        self.read, self.step = programs(trained.config, policy, dtype, bos, self.tokenizer.eos)
 
     def run(self, prompts: list[np.ndarray], count: int) -> Generated:
         if not count:
@@ -389,7 +389,7 @@ def _padded(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(config: GPTConfig, policy: Policy, dtype: Any, bos: int, eos: int) -> tuple[Any, Any]:
+def programs(config: GPTConfig, policy: Policy, dtype: Any, bos: int, eos: int) -> tuple[Any, Any]:
     """(read: params, tokens, positions -> state; step: params, state, key, number, ... -> tokens, NaN?, state)."""
     graph = nnx.graphdef(abstract(config))
     first, follow = _READERS[policy.name]

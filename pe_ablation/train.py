@@ -227,7 +227,7 @@ def _over_runs(step: Callable[..., Any], count: int) -> Callable[..., Any]:
     return train_step
 
 
-class _Program:
+class Program:
     """A step, compiled for what it is first called with and then known by the memory it takes; it donates its state."""
 
     def __init__(self, step: Callable[..., Any]):
@@ -238,6 +238,18 @@ class _Program:
         if self.compiled is None:
             self.compiled = self.jitted.lower(*args).compile()
         return self.compiled(*args)
+
+
+def programs(experiment: Experiment, tokenizer: data.Tokenizer, count: int) -> tuple[Program, Any]:
+    """What trains `count` runs R of a pack: the step and, jitted, what makes its first state of uint32 seeds [R].
+
+    The step takes a state, int32 windows [R,A,B,L+1], the seeds and float32 peak learning rates [R], and gives the next
+    state and metrics.
+    """
+    config, optimizer = experiment.gpt(tokenizer.vocab_size), make_optimizer(experiment.train)
+    graph, place = nnx.graphdef(abstract(config)), placing(experiment, tokenizer)
+    step = functools.partial(train_step, graph, optimizer, tokenizer, place=place)
+    return Program(_over_runs(step, count)), jax.jit(jax.vmap(functools.partial(init_state, config, optimizer)))
 
 
 class _Fit:
@@ -253,14 +265,9 @@ class _Fit:
         self.peaks = np.asarray([each.train.learning_rate for each in experiments], np.float32)
         self.tokenizer = data.tokenizer(experiment.data)
         self.config = experiment.gpt(self.tokenizer.vocab_size)
-        self.optimizer = make_optimizer(experiment.train)
         self.tokens = data.load(experiment.data, "train")
         self.batches = {seed: self._batches(seed) for seed in dict.fromkeys(self.seeds)}
-        graph = nnx.graphdef(abstract(self.config))
-        place = placing(experiment, self.tokenizer)
-        step = functools.partial(train_step, graph, self.optimizer, self.tokenizer, place=place)
-        self.step = _Program(_over_runs(step, len(experiments)))
-        self.init = jax.jit(jax.vmap(functools.partial(init_state, self.config, self.optimizer)))
+        self.step, self.init = programs(experiment, self.tokenizer, len(experiments))
 
     def _batches(self, seed: int) -> data.Batches:
         train, source = self.experiment.train, self.experiment.data

@@ -323,7 +323,7 @@ def test_a_length_that_does_not_fit_is_oom_and_the_others_are_scored(tmp_path, m
     asked = experiment(tmp_path, eval__lengths=[8, 28], eval__batch_tokens=28)
     run = written(tmp_path / "run", asked)
     sizes = [
-        evaluate._compiled(asked.gpt(VOCABULARY), 28 // length, length, asked.positions).memory_analysis()
+        evaluate.scoring_program(asked.gpt(VOCABULARY), 28 // length, length, asked.positions).memory_analysis()
         for length in (8, 28)
     ]
     needs = [size.temp_size_in_bytes + size.output_size_in_bytes for size in sizes]
@@ -406,7 +406,7 @@ def test_one_compile_a_length_and_none_on_a_second_pass(tmp_path):
     )
     runs = [written(tmp_path / f"seed_{seed}", asked, seed=seed) for seed in range(2)]
     jax.jit(lambda x: x + 1)(1.0)  # what jax itself compiles once a process
-    before = evaluate._compiled.cache_info().misses
+    before = evaluate.scoring_program.cache_info().misses
     with compiles() as first:
         evaluate_run(runs[0].path)
     assert first == ["jit(score)"] * 3
@@ -416,7 +416,7 @@ def test_one_compile_a_length_and_none_on_a_second_pass(tmp_path):
         curve(runs[0].path, [8, 10, 12], protocols=["targets"])
         curve(runs[0].path, [10, 12], protocols=["blocks"], nulls=[])
     assert second == []
-    assert evaluate._compiled.cache_info().misses - before == 3
+    assert evaluate.scoring_program.cache_info().misses - before == 3
     assert len(runs[1].cells()) == len(runs[0].cells()) == 15
     assert {cell["key"] for cell in runs[1].cells()} == {cell["key"] for cell in runs[0].cells()}
     assert all(a["nats"] != b["nats"] for a, b in zip(runs[0].cells(), runs[1].cells(), strict=True))
@@ -518,7 +518,7 @@ def test_memory_is_linear_in_the_evaluation_length(tmp_path, encoding):
 
     def temporary(length, **fields):
         gpt = experiment(tmp_path, encoding__name=encoding, **fields).gpt(VOCABULARY)
-        return evaluate._compiled(gpt, 1, length, config.PositionsConfig()).memory_analysis().temp_size_in_bytes
+        return evaluate.scoring_program(gpt, 1, length, config.PositionsConfig()).memory_analysis().temp_size_in_bytes
 
     at = {length: temporary(length) for length in (4096, 8192)}
     assert at[8192] <= 2.2 * at[4096]

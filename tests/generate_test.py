@@ -142,9 +142,9 @@ def test_a_long_prompt_is_read_in_pieces(loaded, monkeypatch):
     model = loaded("t5", train__length=32, data__block=32, train__batch_tokens=32)
     expected = continued(model, [b"abcdefghijklmnopqrst", b"xyz"], 5)
     monkeypatch.setattr(generate, "PIECE", 8)
-    generate._programs.cache_clear()
+    generate.programs.cache_clear()
     assert continued(model, [b"abcdefghijklmnopqrst", b"xyz"], 5) == expected
-    generate._programs.cache_clear()
+    generate.programs.cache_clear()
 
 
 def test_a_row_ends_at_its_eos_and_the_others_go_on(loaded):
@@ -238,10 +238,10 @@ def test_an_empty_prompt_without_bos_starts_from_eos(loaded):
 
 def test_steps_and_prompts_of_a_length_share_their_programs(loaded):
     model, policy = loaded("alibi"), Policy("full", 64)
-    read, step = generate._programs(model.config, policy, jnp.float32, BOS, EOS)
+    read, step = generate.programs(model.config, policy, jnp.float32, BOS, EOS)
     for prompt, how in ((b"abc", Sampling(seed=1)), (b"abcdefgh", Sampling(0.5, 3, 0.9))):
         continued(model, [prompt], 30, policy=policy, sampling=how)
-    assert generate._programs(model.config, policy, jnp.float32, BOS, EOS) == (read, step)
+    assert generate.programs(model.config, policy, jnp.float32, BOS, EOS) == (read, step)
     assert step._cache_size() == 1
 
 
