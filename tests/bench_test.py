@@ -134,7 +134,7 @@ def test_a_training_table_has_ratios_of_medians():
     peer = {"encoding": "rope", "parameters": 8, "first_seconds": 2.0}
     found = {
         "size": "tiny", "length": 4, "batch": 2, "operations": 80, "peak": 1000.0, "missing": [], "products": {},
-        "ours": {"rope": ours, "none": {**ours, "encoding": "none"}}, "peers": {"other": peer},
+        "waiting": "PASSIVE", "ours": {"rope": ours, "none": {**ours, "encoding": "none"}}, "peers": {"other": peer},
         "tokens_per_second": {"rope": [40.0, 50.0, 60.0], "none": [90.0, 100.0, 300.0], "other": [20.0, 25.0, 99.0]},
     }  # fmt: skip
     lines = list(training.table(found))
@@ -217,6 +217,7 @@ def test_what_a_part_raises_leaves_the_parts_before_it(tmp_path, monkeypatch):
         (["training", "--tokens", "5000"], "tokens: goes with streaming; measured: training"),
         (["--size", "mikro"], "size: no size 'mikro' (did you mean micro?); allowed: nano, micro"),
         (["--encodings", "none,rop"], "encodings: unknown encoding 'rop'; allowed: none"),
+        (["--encodings", "none,rope,none"], "encodings: none is named twice"),
         (["--encodings", ""], "encodings: none; at least one"),
         (["--batch", "0"], "batch: 0 is too small; at least 1"),
         (["--lengths", "8,x"], "lengths: expected int, got 'x'"),

@@ -49,6 +49,10 @@ class Request:
                 encodings.find(name)
             except ValueError as error:
                 raise BenchError(f"encodings: {error}") from None
+            if self.encodings is not None and self.encodings.count(name) > 1:
+                raise BenchError(f"encodings: {name} is named twice")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise BenchError(f"lengths: {list(self.lengths)}; each once")
 
 
 def experiment(asked: Request, encoding: str, length: int, batch: int = 1) -> Experiment:

@@ -49,7 +49,7 @@ def plain() -> tuple[str, ...]:
 
 
 def measure(asked: Request, say: Callable[[str], None]) -> dict[str, Any]:
-    """{shape, ours, peers, missing, tokens_per_second by way, products, peak}; operations are those of one step."""
+    """{ours, peers, missing, tokens_per_second by way, products, peak, operations of one step, ...}."""
     names, rounds = asked.encodings or plain(), asked.rounds or ROUNDS
     batch = BATCH if asked.batch is None else asked.batch
     gpt = experiment(asked, "none", asked.length, batch).gpt(TOKENIZER.vocab_size)
@@ -72,6 +72,7 @@ def measure(asked: Request, say: Callable[[str], None]) -> dict[str, Any]:
         "ours": ours,
         "peers": {each.name: _about(each) for each in others},
         "missing": [*missing, *absent],
+        "waiting": peers.waiting(),
         "tokens_per_second": rates,
     }
 
@@ -206,6 +207,6 @@ def _notes(found: dict[str, Any]) -> Iterator[str]:
         f"forwards and twice backwards, causal pairs alone, are {found['operations'] / 1e9:.2f} GFLOP. Compiling is "
         "tracing, lowering and XLA, with nothing kept from before; a peer's first step is all that it takes, compiling "
         "included. `ours over it`: our tokens/s over the peer's, with the encoding in brackets. torch has a thread a "
-        "core, which waits without spinning."
+        f"core, OMP_WAIT_POLICY {found['waiting']}, fused AdamW, and its own attention where the peer takes it."
     )
     yield ""
