@@ -1,16 +1,14 @@
 """How many operations the products of a decoder take, and how many a second this machine does at best."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pe_ablation.bench.peers import Peer
-from pe_ablation.bench.turns import Way, taken_in_turns
+from pe_ablation.bench.turns import Way
 from pe_ablation.model import GPTConfig
 
 SIDE = 2048  # of a square product that is large enough for any library
@@ -48,12 +46,11 @@ def shapes(gpt: GPTConfig, tokens: int) -> list[Shape]:
     return [(SIDE, SIDE, SIDE), (tokens, gpt.model_dim, gpt.hidden_dim)]
 
 
-def measured(asked: Sequence[Shape], others: Sequence[Peer], rounds: int) -> dict[str, Any]:
-    """{products: operations a second by way and round, peak: the best median}; `others` multiply the same shapes."""
-    ways = [_own(shape) for shape in asked]
-    ways += [peer.way(operations(shape), times(shape)) for peer, shape in zip(others, asked, strict=False)]
-    rates = taken_in_turns(ways, rounds)
-    return {"products": rates, "peak": max(map(statistics.median, rates.values()))}
+def ways(asked: Sequence[Shape], others: Sequence[Peer]) -> list[Way]:
+    """jax's products of these shapes, and those of `others`, peers by the names that `name` gives; in operations."""
+    by_name = {name("torch", shape): shape for shape in asked}
+    theirs = [(each, by_name[each.name]) for each in others]
+    return [*map(_own, asked), *(each.way(operations(shape), times(shape)) for each, shape in theirs)]
 
 
 def name(library: str, shape: Shape) -> str:
