@@ -99,15 +99,15 @@ def _ours(
 def _program(each: Experiment, count: int, batch: int) -> tuple[Callable[[], None], float]:
     """STEPS steps of `count` seeds, and the seconds that the program took to compile."""
     step, init = train.programs(each, TOKENIZER, count)
-    seeds = jnp.arange(count, dtype=jnp.uint32)
+    seeds, peaks = jnp.arange(count, dtype=jnp.uint32), jnp.full(count, each.train.learning_rate, jnp.float32)
     windows = np.random.default_rng(0).integers(0, 256, (count, 1, batch, each.train.length + 1)).astype(np.int32)
     state = init(seeds)
-    program, seconds = compiled(lambda: step.jitted.lower(state, windows, seeds).compile())
+    program, seconds = compiled(lambda: step.jitted.lower(state, windows, seeds, peaks).compile())
 
     def call() -> None:
         nonlocal state
         for _ in range(STEPS):
-            state, metrics = program(state, windows, seeds)
+            state, metrics = program(state, windows, seeds, peaks)
         jax.block_until_ready((state, metrics))
 
     return call, seconds
