@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pe_ablation import fused, gradients
 from pe_ablation.encodings.base import Encoding, Scores, Tokens, distance
 
-IMPLEMENTATIONS = ("auto", "dense", "blockwise")
+IMPLEMENTATIONS = ("auto", "dense", "blockwise", *fused.PLATFORMS)
 STRIPES = 4  # of ordered queries in `blockwise`: 5/8 of the scores are left; more stripes compile longer
 BLOCK = 128  # queries per tile of `blockwise`
 DENSE_LIMIT = 2**21  # B*H*T*S scores past which `auto` takes `blockwise`: past the caches, dense is the slower one
@@ -33,8 +34,8 @@ class Mask:
     `window` may be a traced int32, so that two windows share one compiled program; `causal=False` is for `none` alone;
     `segments=True` keeps a query to the keys of its own segment. With `recent` a query sees the key positions below
     `sinks`, the `recent` before its own, and itself (Xiao et al. 2024, arXiv:2309.17453). `ordered=True` promises that
-    slots are in the order of their positions, the same for queries and keys: blockwise then leaves out most of what no
-    query sees.
+    queries and keys are the same tokens, at positions 0, 1, 2, ... in the order of slots: blockwise then leaves out
+    most of what no query sees, and a fused kernel may serve.
     """
 
     causal: bool = True
@@ -161,6 +162,7 @@ def attend(
     scale: LogitScale | None = None,
     dropout: Dropout | None = None,
     implementation: str = "auto",
+    vmapped: bool = False,
 ) -> jax.Array:
     """Softmax attention of q over k and values v [B,S,H,D] -> [B,T,H,D], in v's dtype.
 
@@ -168,8 +170,10 @@ def attend(
     empty slot (negative position) holds reaches no output and no gradient. The first of `views` holds for all pairs,
     a later one for those it is for; none: positions as they are. The mask sees positions as they are, always. Blockwise
     is linear in memory, forwards and backwards; `auto` takes what `chosen` says. The two drop different weights.
-    Raises ValueError for an unknown implementation, for a non-causal mask with an encoding that adds order, and for
-    several views of an encoding that orders all keys of a query.
+    `cudnn` and `splash` are the kernels of `fused`, for what they serve. `vmapped`: several such calls are one program.
+    Raises ValueError for an unknown implementation, for a kernel that the backend or this call doesn't have, for a
+    non-causal mask with an encoding that adds order, and for several views of an encoding that orders all keys of a
+    query.
     """
     mask = Mask() if mask is None else mask
     if implementation not in IMPLEMENTATIONS:
@@ -186,17 +190,89 @@ def attend(
     keys = [_shown(key, k, view.slots, view.key) for view in views]
     batch, length, heads, _ = q.vec.shape
     tile = functools.partial(_tile, encoding, mask, scale, [view.when for view in views])
-    if chosen(implementation, batch, heads, length, k.vec.shape[1]) == "dense":
+    fused.refuse_backend(implementation)
+    kernel, call = fused.kernel(), None
+    if kernel is not None:
+        given = {"scaled": scale is not None, "dropout": 0.0 if dropout is None else dropout.rate, "vmapped": vmapped}
+        call = call_of(encoding, q.vec, k.vec.shape[1], mask, views, **given)
+    taken = chosen(implementation, batch, heads, length, k.vec.shape[1], kernel, call)
+    if taken == "dense":
         return tile((keys, k, v), queries, q, dropout)
+    if call is not None and taken == kernel:
+        sides = queries[0].of(q), keys[0].of(k)
+        return fused.attend(taken, call, queries[0].projected, keys[0].projected, v, sides)
     return _blockwise(tile, (keys, k, v), queries, q, dropout, mask.causal and mask.ordered)
 
 
-def chosen(implementation: str, batch: int, heads: int, queries: int, keys: int) -> str:
-    """What `implementation` resolves to: `auto` is dense up to DENSE_LIMIT scores, and where stripes aren't full."""
+def chosen(
+    implementation: str,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    kernel: str | None = None,
+    call: fused.Call | None = None,
+) -> str:
+    """What `implementation` resolves to: `auto` is the fused `kernel`, where there is one and it serves the call.
+
+    Else `auto` is dense up to DENSE_LIMIT scores, and blockwise past that and where stripes are full. Raises ValueError
+    for a kernel by name that lacks something for the call.
+    """
+    if call is not None and implementation in fused.PLATFORMS:
+        fused.refuse(implementation, call)
     if implementation != "auto":
         return implementation
+    if call is not None and kernel is not None and fused.lacks(kernel, call) is None:
+        return kernel
     few = batch * heads * queries * keys <= DENSE_LIMIT and queries < STRIPES * BLOCK
     return "dense" if few else "blockwise"
+
+
+def call_of(
+    encoding: Encoding,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    keys: int,
+    mask: Mask,
+    views: Sequence[View] = (PLAIN,),
+    *,
+    scaled: bool = False,
+    dropout: float = 0.0,
+    vmapped: bool = False,
+) -> fused.Call:
+    """What a fused kernel is asked for, of a call with these queries [B,T,H,D] and number of keys.
+
+    scaled: with a `LogitScale`. dropout: the rate.
+    """
+    length, heads, head_dim = q.shape[1:]
+    moved = views[0].query is not PLAIN.query
+    places = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return fused.Call(
+        encoding,
+        q.dtype,
+        heads,
+        head_dim,
+        length,
+        window=mask.window if isinstance(mask.window, int) else None,
+        moved=moved,
+        rows=jax.eval_shape(views[0].query, places).shape[0] if moved else 1,
+        vmapped=vmapped,
+        unserved=_unserved(length, keys, mask, views, scaled, dropout),
+    )
+
+
+def _unserved(queries, keys, mask, views, scaled, dropout):
+    """What is asked here that no fused kernel does."""
+    if not (mask.causal and mask.ordered and queries == keys):
+        return "serves tokens that attend to themselves, causally and in order: neither a cache nor given positions"
+    unserved = {
+        "knows no segments, given Mask(segments=True)": mask.segments,
+        "knows no sinks, given Mask(recent=...)": mask.recent is not None,
+        "takes a window that is known before it is compiled": not isinstance(mask.window, int | None),
+        f"takes one view of positions, given {len(views)}": len(views) > 1,
+        "scales no logits by the number of keys, given a logit scale": scaled,
+        f"drops no weights, given dropout_attention {dropout}": dropout > 0,
+    }
+    return next((reason for reason, given in unserved.items() if given), None)
 
 
 class _Shown(NamedTuple):
@@ -256,7 +332,7 @@ def _tile(encoding, mask, scale, whens, keys, queries, q, dropout):
     if dropout is not None:
         keep = jax.random.bernoulli(dropout.key, 1.0 - dropout.rate, weights.shape)
         weights = jnp.where(keep, weights / (1.0 - dropout.rate), 0.0)
-    out = jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = gradients.weighted(weights.astype(v.dtype), v.swapaxes(1, 2)).swapaxes(1, 2)
     out = sum(_values(encoding, views, weights, q, k), out)
     return (out / jnp.where(total > 0, total, 1.0).swapaxes(1, 2)[..., None]).astype(v.dtype)
 
@@ -272,8 +348,7 @@ def _scores(encoding, query, key, q, k, seen):
             )
         about = centred(query.pos, key.pos)
         vectors = encoding.query(vectors[0], about[0]), encoding.key(vectors[1], about[1])
-    scores = jnp.einsum("bthd,bshd->bhts", *vectors, preferred_element_type=jnp.float32)
-    scores = scores * q.vec.shape[-1] ** -0.5
+    scores = gradients.scores(*(each.swapaxes(1, 2) for each in vectors)) * q.vec.shape[-1] ** -0.5
     if encoding.scores is Scores.ROW:
         scores = jnp.where(seen, scores, -jnp.inf)
     return encoding.logits(scores, query.of(q), key.of(k))

@@ -296,8 +296,9 @@ def _keep_programs() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pe_ablation import launch, mirror, stopping, sweep
+    from pe_ablation import cores, launch, mirror, stopping, sweep
 
+    cores.as_devices()
     if args.point:
         _keep_programs()
         return launch.child(args.point)
@@ -425,8 +426,9 @@ def _export_gpt2(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from pe_ablation import bench, config
+    from pe_ablation import bench, config, cores
 
+    cores.as_devices()
     given = {name: config.from_flag(text) for name in BENCH if (text := getattr(args, name)) is not None}
     parts = bench.check(args.parts, given)
     asked = config.build(bench.Request, given)

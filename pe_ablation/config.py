@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ml_collections.config_dict import RequiredValueError
 
-from pe_ablation import encodings, positions, transforms
+from pe_ablation import encodings, fused, positions, transforms
 from pe_ablation.model import SIZES, GPTConfig, max_position
 from pe_ablation.transforms import Transform, TransformError
 
@@ -46,6 +46,8 @@ class ModelConfig:
     """The decoder's shape; see `model.GPTConfig`. `embed_scale` multiplies token embeddings at the input.
 
     The name of a size (`model.SIZES`) in place of the group sets the size's fields and leaves the others.
+    `implementation`, of attention: a kernel by name (`fused`: cudnn, splash) is for training, which it serves or is
+    refused for; what reads the trained model takes `auto` then. The others hold for both.
     """
 
     num_layers: int = 2
@@ -61,7 +63,7 @@ class ModelConfig:
     dropout_residual: float = 0.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
-    implementation: Literal["auto", "dense", "blockwise"] = "auto"
+    implementation: Literal["auto", "dense", "blockwise", "cudnn", "splash"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +136,11 @@ class PositionsConfig:
     name: Literal["contiguous", "randomized", "interpolated", "documents"] = "contiguous"
     maximum: int | None = None
     evaluation: Literal["spread", "random", "contiguous"] = "spread"
+
+    @property
+    def asked(self) -> dict[str, bool]:
+        """What training asks of attention: see `GPTConfig.call`."""
+        return {"moved": self.name in ("randomized", "interpolated"), "segments": self.name == "documents"}
 
     def placed(self, length: int) -> positions.Placed | None:
         """Where an evaluation shows windows of `length` tokens; None: at 0, 1, 2, ..."""
@@ -657,7 +664,11 @@ def _checked(experiment: Experiment) -> Experiment:
     _check_relations(experiment)
     _check_start(experiment)
     try:
-        experiment.gpt(vocab_size=258)
+        gpt = experiment.gpt(vocab_size=258)
+        if gpt.implementation in fused.PLATFORMS:
+            for slot in gpt.slots:
+                call = gpt.call(slot, experiment.train.length, **experiment.positions.asked)
+                fused.refuse(gpt.implementation, call)
     except ValueError as error:
         place = "" if str(error).startswith("encoding.") else "model."
         raise ConfigError(f"{place}{error}") from None

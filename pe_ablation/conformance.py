@@ -19,7 +19,7 @@ from flax import nnx
 from pe_ablation import attention, encodings
 from pe_ablation.attention import Mask, attend, centred
 from pe_ablation.cache import Cache
-from pe_ablation.encodings import Encoding, Scores, Tokens
+from pe_ablation.encodings import Encoding, Scores, Tokens, distance
 from pe_ablation.model import GPTConfig, abstract
 
 H, D, M = 2, 8, 16  # heads, head dim, model dim
@@ -241,6 +241,10 @@ def _scores(subject: Subject) -> Iterator[Result]:
     elif encoding.scores is Scores.BIAS:
         yield Result(name, by_scores if by_content == 0 else np.inf, 5e-6, said)
         yield _at_least("a bias is added", added, 1e-3)
+        if (decline := encoding.decline()) is not None:
+            seen = np.tril(np.ones((T, T), bool))
+            wanted = -np.asarray(decline)[:, None, None] * np.asarray(distance(*sides))[:, None]
+            yield Result("a bias declines as it says", _largest(np.where(seen, out - a - wanted, 0.0)), 1e-5)
     elif encoding.scores is Scores.CONTENT:
         yield _at_least(name, max(by_content, by_scores), 1e-3, said)
     else:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pe_ablation import attention, record
+from pe_ablation import attention, cores, fused, record
 from pe_ablation.config import ConfigError, Experiment
 from pe_ablation.model import UNROLL, GPTConfig
 from pe_ablation.record import RecordError, Run
@@ -50,33 +50,63 @@ def scoring(experiment: Experiment, gpt: GPTConfig) -> float | None:
     return total * len(evaluation.transforms)
 
 
-def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, seeds: int) -> float:
-    """Bytes of arrays at the worst moment: training all seeds together, or scoring one at the longest length.
+def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, runs: int) -> float:
+    """Bytes of arrays at the worst moment: training all runs together, or scoring one at the longest length.
 
-    Training holds 16 P (weights, gradient, two moments in float32), the activations of a micro-batch, 10 M + 3 F
-    numbers a token and layer (with `remat` M, and a loop step's layers whole), and 8 V bytes a token for logits and
-    their gradient. Dense attention keeps its scores in every layer, blockwise one block's.
+    Training holds 16 P (weights, gradient, two moments in float32), 4 P more where a batch is computed in parts, the
+    activations of a part, 10 M + 3 F numbers a token and layer (with `remat` M, and a loop step's layers whole), and
+    8 V bytes a token for logits and their gradient. Dense attention keeps its scores in every layer, blockwise one
+    block's, a fused kernel none, but the bias that an encoding may have made for it. Every core of a CPU has its own of
+    all that, and has one run's activations at a time.
     """
     train, longest = experiment.train, experiment.eval.longest(experiment.train.length)
     width = 2 if gpt.dtype == "bfloat16" else 4
-    windows = train.batch_tokens // train.length // train.accumulation
+    platform, count = _platform()
+    batch = train.batch_tokens // train.length // train.accumulation
+    windows, devices = cores.split(batch, train.length, platform, count)
     tokens = windows * train.length
     layers = min(gpt.num_layers, UNROLL) if gpt.remat else gpt.num_layers
-    scores, dense = _scores(gpt, windows, train.length)
+    scores = _scores(gpt.together(runs), windows, train.length, layers, **experiment.positions.asked)
     inputs = gpt.num_layers * tokens * width * gpt.model_dim if gpt.remat else 0
     activations = layers * tokens * width * (10 * gpt.model_dim + 3 * gpt.hidden_dim)
-    activations += inputs + scores * (layers if dense else 1) + 8 * gpt.vocab_size * tokens
-    training = seeds * (16 * parameters + activations)
+    activations += inputs + scores + 8 * gpt.vocab_size * tokens
+    if windows * devices < batch or train.accumulation > 1:
+        activations += 4 * parameters
+    at_once = 1 if platform == "cpu" else runs
+    training = devices * (runs * 16 * parameters + at_once * activations)
     batch = experiment.eval.batch(longest)
     scored = batch * longest
     forwards = scored * (width * (4 * gpt.model_dim + 2 * gpt.hidden_dim) + 8 * gpt.vocab_size)
-    return float(max(training, 4 * parameters + forwards + _scores(gpt, batch, longest)[0]))
+    read = dataclasses.replace(gpt, implementation="auto") if gpt.implementation in fused.PLATFORMS else gpt
+    return float(max(training, 4 * parameters + forwards + _scores(read, batch, longest, 1)))
 
 
-def _scores(gpt: GPTConfig, windows: int, length: int) -> tuple[int, bool]:
-    """Bytes of the float32 attention scores and weights that one layer has at a time, and whether they are all."""
-    dense = attention.chosen(gpt.implementation, windows, gpt.num_heads, length, length) == "dense"
-    return 8 * windows * gpt.num_heads * (length if dense else min(attention.BLOCK, length)) * length, dense
+def _scores(gpt: GPTConfig, windows: int, length: int, layers: int, **asked: bool) -> int:
+    """Bytes of attention's scores at the worst moment, where so many layers keep them.
+
+    Dense has float32 scores and weights in all layers, blockwise those of one block; a bias is kept in every layer, in
+    2 bytes, and made in float32.
+    """
+    kernel = next((name for name, platform in fused.PLATFORMS.items() if platform == _platform()[0]), None)
+    sizes = []
+    for slot, taken in gpt.attention(windows, length, kernel, **asked).items():
+        if taken in fused.PLATFORMS:
+            sizes.append(gpt.call(slot, length, **asked).tile * (2 * layers + 4))
+        elif taken == "dense":
+            sizes.append(8 * windows * gpt.num_heads * length**2 * layers)
+        else:
+            sizes.append(8 * windows * gpt.num_heads * min(attention.BLOCK, length) * length)
+    return max(sizes)
+
+
+def refuse_platform(implementation: str) -> None:
+    """ConfigError for a kernel of attention by name that a launch's processes would not find here."""
+    needed, found = fused.PLATFORMS.get(implementation), _platform()[0]
+    if needed not in (None, found):
+        raise ConfigError(
+            f"model.implementation: {implementation!r} runs on {needed}, a launch here on {found}; allowed here: "
+            "auto, dense, blockwise"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,4 +177,4 @@ def _platform() -> tuple[str, int]:
         wanted = asked in ("", platform) or (platform, asked) == ("gpu", "cuda")
         if found and wanted and importlib.util.find_spec(plugin) is not None:
             return platform, 1
-    return "cpu", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return "cpu", cores.count()

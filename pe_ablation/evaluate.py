@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
-from pe_ablation import config, data, report, stopping, trained, transforms, untrained
+from pe_ablation import config, data, fused, report, stopping, trained, transforms, untrained
 from pe_ablation.attention import Mask
 from pe_ablation.config import ConfigError, EvalConfig, Experiment, PositionsConfig
 from pe_ablation.memory import memory_limit, program_bytes
@@ -198,8 +198,11 @@ def _evenly(items: Any, most: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def scoring_program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
-    """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed."""
+def scoring_program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig, windowed: bool = True) -> Any:
+    """The program that gives the nats [B,L] of a batch; one for every split, protocol, null and seed.
+
+    It is given an int32 attention window, or None where it isn't `windowed`.
+    """
     graph, params = nnx.split(abstract(config))
 
     def score(params, inputs, wanted, window):
@@ -207,17 +210,18 @@ def scoring_program(config: GPTConfig, batch: int, length: int, chosen: Position
         return window_nats(logits, wanted)
 
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    return jax.jit(score).lower(params, ids, ids, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    window = jax.ShapeDtypeStruct((), jnp.int32) if windowed else None
+    return jax.jit(score).lower(params, ids, ids, window).compile()
 
 
 class _OutOfMemory(Exception):
     pass
 
 
-def _program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig) -> Any:
+def _program(config: GPTConfig, batch: int, length: int, chosen: PositionsConfig, windowed: bool) -> Any:
     """`scoring_program`, refused before it runs where its own estimate exceeds the memory there is."""
     try:
-        program = scoring_program(config, batch, length, chosen)
+        program = scoring_program(config, batch, length, chosen, windowed)
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from error
     need = program.memory_analysis()
@@ -301,23 +305,27 @@ class _Scorer:
             return "n/a", {}, None
         if not model.alive:
             return "diverged", {}, None
-        windows = self._windows(protocol, length)
+        windows, window = self._windows(protocol, length), self._window(null)
+        asked = model.config, self.evaluation.batch(length), length, self.experiment.positions
         try:
-            program = _program(model.config, self.evaluation.batch(length), length, self.experiment.positions)
-            return "ok", self._sums(program, model, windows, self._window(null)), program
+            program = _program(*asked, window is not None)
+            return "ok", self._sums(program, model, windows, window), program
         except (_OutOfMemory, MemoryError):
             return "OOM", {}, None
 
-    def _window(self, null: str) -> int:
-        return self.train_length if null == "window_mask" else NO_WINDOW
+    def _window(self, null: str) -> np.int32 | None:
+        """What a program is given. A fused kernel serves no window that is an argument, even one that hides nothing."""
+        if null == "window_mask":
+            return np.int32(self.train_length)
+        return np.int32(NO_WINDOW) if fused.kernel() is None else None
 
     def _reads(self, model: Trained, protocol: str, length: int, null: str) -> bool:
         """Whether other values of what never trained give other nats: the first batch, which has every distance."""
         batch = self.evaluation.batch(length)
         part = self._windows(protocol, length)[:batch]
         inputs, wanted = self._batch(part, batch)
-        program = scoring_program(model.config, batch, length, self.experiment.positions)
-        window = np.int32(self._window(null))
+        window = self._window(null)
+        program = scoring_program(model.config, batch, length, self.experiment.positions, window is not None)
         moved = untrained.changed(model.params, model.unread or {})
         found = [np.asarray(program(each, inputs, wanted, window))[: len(part)] for each in (model.params, moved)]
         scored = _scored_places(part)
@@ -333,7 +341,7 @@ class _Scorer:
         found = targets(sizes, length, longest=longest, spacing=evaluation.spacing, last_k=evaluation.last_k)
         return found[_evenly(np.arange(len(found)), evaluation.max_windows)]
 
-    def _sums(self, program: Any, model: Trained, windows: Windows, window: int) -> dict[str, np.ndarray]:
+    def _sums(self, program: Any, model: Trained, windows: Windows, window: np.int32 | None) -> dict[str, np.ndarray]:
         """{nats, tokens, bytes, words}: float64 [documents, length], and the documents' names."""
         sums = {name: np.zeros((len(self.documents), windows.length)) for name in ("nats", "tokens", "bytes", "words")}
         sizes = np.asarray(self.tokenizer.bytes_per_token)
@@ -362,7 +370,7 @@ class _Scorer:
         return words
 
     def _scored(
-        self, program: Any, model: Trained, windows: Windows, window: int
+        self, program: Any, model: Trained, windows: Windows, window: np.int32 | None
     ) -> Iterator[tuple[Windows, np.ndarray, np.ndarray]]:
         """(windows, targets [B,L], nats [B,L]) a batch; the next one is dispatched before one is fetched."""
         batch, pending = self.evaluation.batch(windows.length), None
@@ -370,7 +378,7 @@ class _Scorer:
             for begin in range(0, len(windows), batch):
                 part = windows[begin : begin + batch]
                 inputs, wanted = self._batch(part, batch)
-                nats = program(model.params, inputs, wanted, np.int32(window))
+                nats = program(model.params, inputs, wanted, window)
                 if pending is not None:
                     yield _fetched(*pending)
                 pending = (part, wanted, nats)

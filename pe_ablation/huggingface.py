@@ -28,7 +28,8 @@ from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import EvalConfig, Experiment
 from pe_ablation.data.tokenizers import GPT2_IDS, ByteTokenizer
 from pe_ablation.encodings.base import INIT_STDDEV
-from pe_ablation.model import EPSILON, abstract
+from pe_ablation.gradients import EPSILON
+from pe_ablation.model import abstract
 from pe_ablation.record import Run
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pe_ablation import config, mirror, placement, record, stopping, sweep
 from pe_ablation.config import DataConfig, EvalConfig, Experiment
+from pe_ablation.model import GPTConfig
 from pe_ablation.record import HeldError, Run, State
 from pe_ablation.stopping import RESUMABLE, Stopped
 from pe_ablation.sweep import Pack, Point
@@ -51,12 +52,14 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
 
     Returns the digest of the training tokens for each data config; raises ValueError or FileNotFoundError.
     """
-    from pe_ablation import data, evaluate, start
+    from pe_ablation import data, estimate, evaluate, start
 
     tokens: dict[DataConfig, data.TokenFile] = {}
     checked: set[tuple[DataConfig, EvalConfig, int]] = set()
-    for experiment in (point.experiments[0] for point in points):
+    for point in points:
+        experiment = point.experiments[0]
         config.refuse_imported(experiment)
+        estimate.refuse_platform(_together(point.experiments).implementation)
         if experiment.eval.split == "test":
             raise config.ConfigError(
                 "eval.split: a launch scores 'validation' alone; once nothing is chosen any more, the test split is "
@@ -79,6 +82,14 @@ def check(points: Sequence[Point]) -> dict[DataConfig, str]:
             evaluate.check(experiment)
             checked.add(asked)
     return {source: file.digest for source, file in tokens.items()}
+
+
+def _together(experiments: Sequence[Experiment]) -> GPTConfig:
+    """The model of one program for all of them; ConfigError where it names a kernel that serves one alone."""
+    try:
+        return experiments[0].gpt(vocab_size=258).together(len(experiments))
+    except ValueError as error:
+        raise config.ConfigError(f"model.{error}") from None
 
 
 def plan(points: Sequence[Point], workdir: Path, source: str | None, digests: Mapping[DataConfig, str]) -> list[Plan]:
@@ -148,6 +159,7 @@ def _cost(pack: Pack, speed: Any) -> _Cost:
     experiments = pack.experiments
     first, runs = experiments[0], len(experiments)
     config.refuse_imported(first)
+    _together(experiments)
     gpt = first.gpt(data.tokenizer(first.data).vocab_size)
     parameters = model.count_parameters(gpt)
     scoring = [estimate.scoring(each, gpt) for each in experiments]
@@ -200,6 +212,8 @@ def launch(
             if force:
                 _set_aside(points, Path(workdir))
             packs = sweep.packs(points, pack)
+            for each in packs:
+                _together(each.experiments)
             planned = [plan(each.points, Path(workdir), source, digests) for each in packs]
     except Stopped:
         return RESUMABLE

@@ -16,14 +16,25 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from pe_ablation import encodings
-from pe_ablation.attention import IMPLEMENTATIONS, Distances, Dropout, LogitScale, Mask, View, attend, followed_by
+from pe_ablation import encodings, fused, gradients
+from pe_ablation.attention import (
+    IMPLEMENTATIONS,
+    PLAIN,
+    Distances,
+    Dropout,
+    LogitScale,
+    Mask,
+    View,
+    attend,
+    call_of,
+    chosen,
+    followed_by,
+)
 from pe_ablation.cache import Cache, Layer, Past
 from pe_ablation.encodings import Encoding, Scores, Tokens
 from pe_ablation.encodings.base import INIT_STDDEV
 from pe_ablation.positions import Placed
 
-EPSILON = 1e-5
 UNROLL = 4  # groups of layers a loop step: a fully rolled scan takes 1.3x as long on CPU, a full unroll long to compile
 LOGIT_SCALES = ("none", "log_n", "log_n_beyond", "learned")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -61,7 +72,8 @@ class GPTConfig:
     `logit_scale`, for a query that sees n keys and a training length L: none; log_n: ln n / ln L; log_n_beyond: the
     same, at least 1, for a model that was trained without; learned: s_h ln n, one s > 0 a head and layer, at first
     1 / ln L (see `attention.LogitScale`).
-    `distances`: how far away encodings are shown keys (see `transforms`); None: as they are.
+    `distances`: how far away encodings are shown keys (see `transforms`); None: as they are. `implementation`: see
+    `attention.attend`. `vmapped`: several models are one program, which a fused kernel needs to know.
     """
 
     vocab_size: int
@@ -83,6 +95,7 @@ class GPTConfig:
     remat: bool = False
     implementation: str = "auto"
     distances: Distances | None = None
+    vmapped: bool = False
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "mlp_dim")
@@ -120,6 +133,9 @@ class GPTConfig:
             except ValueError as error:
                 own = self.pattern is None or str(error).startswith("pattern") or slot.name == self.encoding
                 raise ValueError(str(error) if own else f"pattern: {slot.name}: {error}") from None
+        if self.implementation in fused.PLATFORMS:
+            for slot in self.slots:
+                fused.refuse(self.implementation, self.call(slot, self.train_length))
 
     def __hash__(self) -> int:
         values = (getattr(self, field.name) for field in dataclasses.fields(self) if "options" not in field.name)
@@ -169,6 +185,39 @@ class GPTConfig:
     def abstract_encoding(self, slot: Slot) -> Encoding:
         """One encoding without values."""
         return nnx.eval_shape(lambda: self.build_encoding(slot, nnx.Rngs(0)))
+
+    def together(self, count: int) -> "GPTConfig":
+        """Of so many models in one program; ValueError where a kernel of attention by name serves one alone."""
+        return dataclasses.replace(self, vmapped=count > 1)
+
+    def call(self, slot: Slot, length: int, *, moved: bool = False, segments: bool = False) -> fused.Call:
+        """What a fused kernel is asked for in the layers of a slot, on `length` tokens in order.
+
+        moved: whether the encoding is shown other positions than 0, 1, 2, ...; segments: whether documents are apart.
+        """
+        views = (PLAIN._replace(query=lambda pos: pos),) if moved else (PLAIN,)
+        return call_of(
+            self.abstract_encoding(slot),
+            jax.ShapeDtypeStruct((1, length, self.num_heads, self.head_dim), DTYPES[self.dtype]),
+            length,
+            Mask(ordered=True, window=slot.window, segments=segments),
+            followed_by(views, () if self.distances is None else self.distances.views()),
+            scaled=self.logit_scale != "none",
+            dropout=self.dropout_attention,
+            vmapped=self.vmapped,
+        )
+
+    def attention(self, windows: int, length: int, kernel: str | None, **asked: bool) -> dict[Slot, str]:
+        """What attention takes in each slot for so many windows of `length` tokens, where there is this fused kernel.
+
+        `asked` is what `call` is given.
+        """
+
+        def taken(slot):
+            call = None if kernel is None else self.call(slot, length, **asked)
+            return chosen(self.implementation, windows, self.num_heads, length, length, kernel, call)
+
+        return {slot: taken(slot) for slot in dict.fromkeys(self.slots)}
 
 
 class _Pairs(tuple):
@@ -224,14 +273,21 @@ def _linear(key: jax.Array, path: str, inputs: int, outputs: int, stddev: float,
         kernel_init=nnx.initializers.normal(stddev),
         dtype=dtype,
         param_dtype=jnp.float32,
+        dot_general=gradients.dot_general,
         rngs=nnx.Rngs(params=keyed(key, path)),
     )
 
 
-def _layer_norm(features: int, dtype: Any) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        features, epsilon=EPSILON, dtype=dtype, param_dtype=jnp.float32, use_fast_variance=False, rngs=nnx.Rngs(0)
-    )
+class LayerNorm(nnx.Module):
+    """Layer normalisation over M features, computed in float32 and given back in the dtype."""
+
+    def __init__(self, features: int, dtype: Any):
+        self.dtype = dtype
+        self.scale = nnx.Param(jnp.ones(features, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(features, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return gradients.layer_norm(x, self.scale[...], self.bias[...]).astype(self.dtype)
 
 
 def _drop(x: jax.Array, rate: float, key: jax.Array | None, path: str) -> jax.Array:
@@ -251,10 +307,10 @@ class Block(nnx.Module):
         self.config = config
         dim, dtype = config.model_dim, DTYPES[config.dtype]
         residual = INIT_STDDEV / math.sqrt(2 * config.num_layers)
-        self.attention_norm = _layer_norm(dim, dtype)
+        self.attention_norm = LayerNorm(dim, dtype)
         self.qkv = _linear(key, "qkv", dim, 3 * dim, INIT_STDDEV, dtype)
         self.attention_out = _linear(key, "attention_out", dim, dim, residual, dtype)
-        self.mlp_norm = _layer_norm(dim, dtype)
+        self.mlp_norm = LayerNorm(dim, dtype)
         self.mlp_in = _linear(key, "mlp_in", dim, config.hidden_dim, INIT_STDDEV, dtype)
         self.mlp_out = _linear(key, "mlp_out", config.hidden_dim, dim, residual, dtype)
         if config.logit_scale == "learned":
@@ -313,12 +369,13 @@ class Block(nnx.Module):
             scale=self._scale(),
             dropout=dropout,
             implementation=self.config.implementation,
+            vmapped=self.config.vmapped,
         )
         return self.attention_out(out.reshape(-1, x.shape[-1])).reshape(x.shape), layer
 
     def _mlp(self, x):
         hidden = self.mlp_in(self.mlp_norm(x).reshape(-1, x.shape[-1]))
-        return self.mlp_out(jax.nn.gelu(hidden, approximate=True)).reshape(x.shape)
+        return self.mlp_out(gradients.gelu(hidden)).reshape(x.shape)
 
 
 class GPT(nnx.Module):
@@ -341,7 +398,7 @@ class GPT(nnx.Module):
             for slot in range(len(config.slots))
         )
         self.encodings = nnx.List([_layered(config, each, keyed(key, each.name), groups) for each in config.distinct])
-        self.norm = _layer_norm(config.model_dim, DTYPES[config.dtype])
+        self.norm = LayerNorm(config.model_dim, DTYPES[config.dtype])
 
     @property
     def max_position(self) -> int | None:

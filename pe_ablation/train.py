@@ -1,4 +1,4 @@
-"""Training: the runs of a pack in one vmapped program, resumable to the bit.
+"""Training: the runs of a pack in one program, resumable to the bit.
 
 A pack is runs that differ in their seed and peak learning rate alone: the seeds of a point, or of several. Letters in
 shapes: R runs, A micro-batches, B windows of a micro-batch, L window length in tokens.
@@ -6,7 +6,7 @@ shapes: R runs, A micro-batches, B windows of a micro-batch, L window length in 
 One step, always in this order: take a batch of each run -> dispatch the step -> record the step before it -> at a
 checkpoint step, and when a signal asks to stop, record this one too, then save {state, data iterator}. Nothing random
 is kept: dropout keys are made of seed and step, batches of seed and position. So a resumed run repeats an uninterrupted
-one bit for bit on one machine.
+one bit for bit on one machine with as many cores.
 """
 
 import contextlib
@@ -24,10 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from pe_ablation import attention, data, positions, start, stopping
+from pe_ablation import cores, data, fused, positions, start, stopping
 from pe_ablation.checkpoint import Checkpoints
 from pe_ablation.config import Experiment, TrainConfig, pack, read, refuse_imported
+from pe_ablation.cores import Split
 from pe_ablation.memory import program_bytes
 from pe_ablation.model import GPT, GPTConfig, abstract, keyed
 from pe_ablation.progress import Progress
@@ -99,21 +101,22 @@ def window_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def accumulate(loss_sums, params: Any, micro_batches: Any) -> tuple[Any, dict[str, jax.Array]]:
-    """Gradient of the token-weighted mean over micro-batches, and the sums {nats, tokens, ...}.
+    """The gradient's sum over micro-batches, stacked on the leading axis, and the sums {nats, tokens, ...}.
 
-    `loss_sums(params, micro_batch)` returns (summed nats, sums); micro-batches are stacked on the leading axis. Each
-    token weighs the same whatever micro-batch it is in.
+    `loss_sums(params, micro_batch)` returns (summed nats, sums).
     """
     gradient = functools.partial(jax.grad(loss_sums, has_aux=True), params)
     first = jax.tree.map(lambda x: x[0], micro_batches)
     if jax.tree.leaves(micro_batches)[0].shape[0] == 1:
-        grads, sums = gradient(first)
-    else:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
-        add = lambda total, each: (jax.tree.map(jnp.add, total, gradient(each)), None)  # noqa: E731
-        (grads, sums), _ = jax.lax.scan(add, zeros, micro_batches)
-    tokens = jnp.maximum(sums["tokens"], 1.0)
-    return jax.tree.map(lambda g: g / tokens, grads), sums
+        return gradient(first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, first))
+    add = lambda total, each: (jax.tree.map(jnp.add, total, gradient(each)), None)  # noqa: E731
+    return jax.lax.scan(add, zeros, micro_batches)[0]
+
+
+def token_mean(grads: Any, sums: dict[str, jax.Array]) -> Any:
+    """Summed gradients over the tokens they are of: each token weighs the same, whatever micro-batch it is in."""
+    return jax.tree.map(lambda g: g / jnp.maximum(sums["tokens"], 1.0), grads)
 
 
 Place = Callable[[jax.Array, jax.Array], positions.Placed | None]  # inputs [B,L] and a key -> where they stand
@@ -128,29 +131,30 @@ def train_step(
     seed: jax.Array,
     learning_rate: jax.Array,
     place: Place = lambda tokens, key: None,
+    split: Split | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One step of one run on int32 windows [A,B,L+1], whose inputs [B,L] `place` gives positions.
 
+    `split` says how a micro-batch is computed, which changes the last bits of sums and nothing else; None: at once.
     `learning_rate` is the peak, a float32 by which the updates of `make_optimizer` are scaled.
     Metrics are sums over the batch, and the gradient's norm. BOS is no target; EOS is one, so that generation can stop.
     After a step that is not finite the state stays frozen.
     """
-    key = jax.random.fold_in(keyed(jax.random.key(seed), "dropout"), state.step)
+    keys = tuple(jax.random.fold_in(keyed(jax.random.key(seed), name), state.step) for name in ("dropout", "positions"))
     bos = -1 if tokenizer.bos is None else tokenizer.bos  # -1 is no target either
     sizes = jnp.asarray(tokenizer.bytes_per_token, jnp.float32)
 
-    drawing = jax.random.fold_in(keyed(jax.random.key(seed), "positions"), state.step)
-
-    def loss_sums(params, micro_batch):
-        index, tokens = micro_batch
-        placed = place(tokens[:, :-1], jax.random.fold_in(drawing, index))
-        logits = nnx.merge(graph, params)(tokens[:, :-1], placed=placed, dropout_key=jax.random.fold_in(key, index))
+    def loss_sums(params, part):
+        dropping, drawing, tokens = part
+        placed = place(tokens[:, :-1], drawing)
+        logits = nnx.merge(graph, params)(tokens[:, :-1], placed=placed, dropout_key=dropping)
         targets = tokens[:, 1:]
         weight = (targets != bos).astype(jnp.float32)
         nats = jnp.sum(weight * window_nats(logits, targets))
         return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
 
-    grads, metrics = accumulate(loss_sums, state.params, (jnp.arange(windows.shape[0]), windows))
+    grads, metrics = _in_parts(functools.partial(accumulate, loss_sums), state.params, windows, keys, split)
+    grads = token_mean(grads, metrics)
     norm = optax.tree.norm(grads)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     alive = state.alive & jnp.isfinite(metrics["nats"]) & jnp.isfinite(norm)
@@ -160,6 +164,33 @@ def train_step(
     )
     metrics |= {"gradient_norm": norm, "alive": alive, "was_alive": state.alive}
     return TrainState(params, optimizer_state, state.step + 1, alive), metrics
+
+
+def _in_parts(summed, params, windows, keys, split):
+    """`summed(params, parts)` of all windows [A,B,L+1], of which some are computed at a time and by each device.
+
+    `keys` are those of dropout and of drawn positions. A part is (dropout key, drawing key, windows): each part drops
+    its own, and parts of a micro-batch share what is drawn.
+    """
+    dropping, drawing = keys
+    split = split or Split(windows.shape[1])
+    batches, parts = windows.shape[0], windows.shape[1] // split.windows
+    windows = windows.reshape(batches, parts, split.windows, -1)
+    keyed_by = jax.vmap(jax.random.fold_in, (None, 0))
+    drop = keyed_by(dropping, jnp.arange(batches * parts)).reshape(batches, parts)
+    draw = jnp.broadcast_to(keyed_by(drawing, jnp.arange(batches))[:, None], (batches, parts))
+
+    def own(params, *stacked):
+        return summed(params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
+
+    if split.devices == 1:
+        return own(params, drop, draw, windows)
+    shared, by_part = PartitionSpec(), PartitionSpec(None, cores.AXIS)
+    total = lambda *given: jax.lax.psum(own(*given), cores.AXIS)  # noqa: E731
+    specs = (shared, by_part, by_part, by_part)
+    return jax.shard_map(total, mesh=split.mesh(), in_specs=specs, out_specs=shared, check_vma=False)(
+        params, drop, draw, windows
+    )
 
 
 def placing(experiment: Experiment, tokenizer: data.Tokenizer) -> Place:
@@ -217,12 +248,17 @@ def fit_pack(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> lis
 
 
 def _over_runs(step: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`step` over a leading axis of `count` runs; one run alone is not batched, which costs a fifth on CPU."""
-    if count > 1:
-        return jax.vmap(step)
+    """`step` over a leading axis of `count` runs: at once on an accelerator, one after another on a CPU.
+
+    There a product of R small matrices takes longer than R products, and one run alone needs no loop.
+    """
 
     def train_step(*args):
-        return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
+        if count == 1:
+            return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(lambda each: step(*each), args)
+        return jax.vmap(step)(*args)
 
     return train_step
 
@@ -230,7 +266,8 @@ def _over_runs(step: Callable[..., Any], count: int) -> Callable[..., Any]:
 class Program:
     """A step, compiled for what it is first called with and then known by the memory it takes; it donates its state."""
 
-    def __init__(self, step: Callable[..., Any]):
+    def __init__(self, step: Callable[..., Any], split: Split):
+        self.split = split
         self.jitted = jax.jit(step, donate_argnums=0)
         self.compiled: Any = None
 
@@ -239,17 +276,27 @@ class Program:
             self.compiled = self.jitted.lower(*args).compile()
         return self.compiled(*args)
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of all its devices; None before its first call, and where the backend gives no account."""
+        own = None if self.compiled is None else program_bytes(self.compiled)
+        return None if own is None else self.split.devices * own
+
 
 def programs(experiment: Experiment, tokenizer: data.Tokenizer, count: int) -> tuple[Program, Any]:
     """What trains `count` runs R of a pack: the step and, jitted, what makes its first state of uint32 seeds [R].
 
     The step takes a state, int32 windows [R,A,B,L+1], the seeds and float32 peak learning rates [R], and gives the next
-    state and metrics.
+    state and metrics. Raises ValueError for a kernel of attention that this backend, or a program of so many, lacks.
     """
-    config, optimizer = experiment.gpt(tokenizer.vocab_size), make_optimizer(experiment.train)
+    config, optimizer = experiment.gpt(tokenizer.vocab_size).together(count), make_optimizer(experiment.train)
+    fused.refuse_backend(config.implementation)
     graph, place = nnx.graphdef(abstract(config)), placing(experiment, tokenizer)
-    step = functools.partial(train_step, graph, optimizer, tokenizer, place=place)
-    return Program(_over_runs(step, count)), jax.jit(jax.vmap(functools.partial(init_state, config, optimizer)))
+    train, backend = experiment.train, jax.default_backend()
+    windows = train.batch_tokens // train.length // train.accumulation
+    split = cores.split(windows, train.length, backend, jax.local_device_count())
+    step = functools.partial(train_step, graph, optimizer, tokenizer, place=place, split=split)
+    return Program(_over_runs(step, count), split), jax.jit(jax.vmap(functools.partial(init_state, config, optimizer)))
 
 
 class _Fit:
@@ -264,7 +311,7 @@ class _Fit:
         self.seeds = [each.seed for each in experiments]
         self.peaks = np.asarray([each.train.learning_rate for each in experiments], np.float32)
         self.tokenizer = data.tokenizer(experiment.data)
-        self.config = experiment.gpt(self.tokenizer.vocab_size)
+        self.config = experiment.gpt(self.tokenizer.vocab_size).together(len(experiments))
         self.tokens = data.load(experiment.data, "train")
         self.batches = {seed: self._batches(seed) for seed in dict.fromkeys(self.seeds)}
         self.step, self.init = programs(experiment, self.tokenizer, len(experiments))
@@ -302,12 +349,10 @@ class _Fit:
             if self.experiment.start.run is not None:
                 params = start.parameters(self.experiment, self.seeds, state.params)
                 state = dataclasses.replace(state, params=params)
-            # On a device by name, as a restored state is: both are stepped by one compiled program.
-            state = jax.device_put(state, jax.local_devices()[0])
         for run in self.runs:
             run.truncate("metrics", step)
             run.truncate("timing", step)
-        return state, step
+        return jax.device_put(state, self.step.split.sharding()), step
 
     def _loop(self, checkpoints: list[Checkpoints], state: TrainState, done: int) -> TrainState:
         train = self.experiment.train
@@ -321,15 +366,14 @@ class _Fit:
 
     def _steps(self, checkpoints: list[Checkpoints], state: TrainState, done: int, log: "_Log") -> TrainState:
         train = self.experiment.train
-        seeds = jnp.asarray(self.seeds, jnp.uint32)
-        peaks = jnp.asarray(self.peaks)
+        seeds = np.asarray(self.seeds, np.uint32)
         waiting: tuple[int, Any] | None = None
         for step in range(done + 1, train.steps + 1):
             if waiting is None:  # at the start and after checkpoints
                 stopping.check(f"trained to step {step - 1}")
                 if not bool(jnp.any(state.alive)):
                     break
-            state, metrics = self.step(state, self._next(), seeds, peaks)
+            state, metrics = self.step(state, self._next(), seeds, self.peaks)
             if waiting is not None:
                 log.write(*waiting)
             waiting = (step, metrics)
@@ -353,16 +397,19 @@ class _Fit:
         for each in checkpoints:  # all, before any goes on: runs stay less than two saves apart and share a step
             each.wait()
         for row, (each, seed) in enumerate(zip(checkpoints, self.seeds, strict=True)):
-            each.save(step, jax.tree.map(lambda x, row=row: x[row], state), self.batches[seed].get_state())
+            each.save(
+                step, jax.tree.map(lambda x, row=row: x.addressable_data(0)[row], state), self.batches[seed].get_state()
+            )
 
     def _summaries(self, state: TrainState) -> list[dict[str, Any]]:
         train = self.experiment.train
-        heads, windows = self.config.num_heads, train.batch_tokens // train.length // train.accumulation
+        split = self.step.split
+        taken = self.config.attention(split.windows, train.length, fused.kernel(), **self.experiment.positions.asked)
         shared = {
             "parameters": sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(state.params)),
-            "attention": attention.chosen(self.config.implementation, windows, heads, train.length, train.length),
-            "memory_bytes": None if self.step.compiled is None else program_bytes(self.step.compiled),
-            "devices": jax.device_count(),
+            "attention": ", ".join(dict.fromkeys(taken.values())),
+            "memory_bytes": self.step.memory_bytes,
+            "devices": split.devices,
             "platform": jax.default_backend(),
             "jax": jax.__version__,
             **start.recorded(self.experiment),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pe_ablation import checkpoint, config, data, untrained
+from pe_ablation import checkpoint, config, data, fused, untrained
 from pe_ablation.config import Experiment
 from pe_ablation.model import GPT, GPTConfig, abstract
 from pe_ablation.record import Run
@@ -48,6 +48,8 @@ def load(run: Run) -> Trained:
     _refuse_other_code(run, experiment)
     tokenizer = data.tokenizer(experiment.data)
     gpt = experiment.gpt(tokenizer.vocab_size)
+    if gpt.implementation in fused.PLATFORMS:  # named for training: what follows has windows, caches, other machines
+        gpt = dataclasses.replace(gpt, implementation="auto")
     without_values = abstract(gpt)
     graph, like = nnx.split(without_values)
     folder = run.path / "checkpoints"

@@ -102,6 +102,13 @@ WRONG = {
         def logits(self, a, q, k):
             return a + 0.0
     """),
+    "another decline": ("a bias declines as it says", conformance._scores, """
+        scores = Scores.BIAS
+        def logits(self, a, q, k):
+            return a - 0.1 * distance(q, k)[:, None]
+        def decline(self):
+            return jnp.full(2, 0.2)
+    """),
     "content that is not read": ("logits do what scores says", conformance._scores, """
         scores = Scores.CONTENT
         def logits(self, a, q, k):

@@ -10,7 +10,7 @@ from flax import nnx
 from pe_ablation import encodings
 from pe_ablation.attention import attend
 from pe_ablation.encodings import Tokens
-from pe_ablation.encodings.base import binned, pick
+from pe_ablation.gradients import binned, pick
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

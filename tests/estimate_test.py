@@ -30,7 +30,9 @@ def test_a_forward_pass_is_counted_by_hand():
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_a_training_step_agrees_with_what_the_compiler_plans():
+def test_a_training_step_agrees_with_what_the_compiler_plans(monkeypatch):
+    """The operations of a batch at once, which the compiler can count, and the memory of the program that trains."""
+    monkeypatch.setattr(estimate, "_platform", lambda: ("cpu", 1))
     asked, seeds = experiment(), 2
     gpt, tokenizer = asked.gpt(258), data.tokenizer(asked.data)
     optimizer = train.make_optimizer(asked.train)
@@ -40,9 +42,11 @@ def test_a_training_step_agrees_with_what_the_compiler_plans():
     batch = jax.ShapeDtypeStruct((seeds, 1, 32, 33), jnp.int32)
     step = jax.vmap(functools.partial(train.train_step, graph, optimizer, tokenizer))
     rates = jax.ShapeDtypeStruct((seeds,), jnp.float32)
-    program = jax.jit(step, donate_argnums=0).lower(state, batch, numbers, rates)
-    assert seeds * estimate.step(asked, gpt) == pytest.approx(program.cost_analysis()["flops"], rel=0.2)
-    plan = program.compile().memory_analysis()
+    whole = jax.jit(step).lower(state, batch, numbers, rates)
+    assert seeds * estimate.step(asked, gpt) == pytest.approx(whole.cost_analysis()["flops"], rel=0.2)
+    program = train.programs(asked, tokenizer, seeds)[0]
+    assert (program.split.windows, program.split.devices) == (8, 1)
+    plan = program.jitted.lower(state, batch, numbers, rates).compile().memory_analysis()
     planned = plan.temp_size_in_bytes + plan.argument_size_in_bytes
     assert estimate.memory(asked, gpt, model.count_parameters(gpt), seeds) == pytest.approx(planned, rel=0.3)
 
@@ -64,14 +68,26 @@ def test_scoring_that_depends_on_the_corpus_is_not_guessed(field, value):
     assert "evaluation not counted" in list(launch.dry_run([Point((asked,))]))[-2]
 
 
-def test_memory_grows_with_what_it_should():
+def test_memory_grows_with_what_it_should(monkeypatch):
+    def on(platform, count):
+        def asked(memory):
+            monkeypatch.setattr(estimate, "_platform", lambda: (platform, count))
+            return memory()
+
+        return asked
+
     def memory(seeds=1, **fields):
         asked = experiment({path.replace("__", "."): value for path, value in fields.items()})
         gpt = asked.gpt(258)
         return estimate.memory(asked, gpt, model.count_parameters(gpt), seeds)
 
-    assert memory(seeds=3) == 3 * memory()
-    assert memory(train__accumulation=2) < memory() < memory(train__batch_tokens=2048)
+    parameters = model.count_parameters(experiment().gpt(258))
+    one_core, seeds = on("cpu", 1)(memory), on("cpu", 1)(lambda: memory(seeds=3))
+    assert seeds == one_core + 2 * 16 * parameters
+    assert on("cpu", 2)(memory) == 2 * one_core
+    gpu = on("gpu", 1)
+    assert gpu(lambda: memory(seeds=3)) == 3 * gpu(memory)
+    assert gpu(lambda: memory(train__accumulation=8)) < gpu(memory) < gpu(lambda: memory(train__batch_tokens=2048))
     assert memory(model__dtype="bfloat16") < memory()
     deep = {"model__num_layers": 16, "model__implementation": "blockwise"}
     assert memory(**deep, model__remat=True) < memory(**deep) / 2
@@ -127,8 +143,8 @@ def test_a_dry_run_says_minutes_and_where_they_come_from(tmp_path):
     seeds = tuple(config.read(config.to_dict(asked), {"seed": seed}) for seed in (0, 1))
     first, note, totals = launch.dry_run([Point(seeds)], tmp_path)
     # A second for each of 590 steps of two seeds, and a little to start and to score.
-    assert first.endswith("estimated 20 minutes, 0.02 GB") and f"1 finished runs in {tmp_path}" in note
-    assert totals.endswith("; estimated 20 minutes one after another, 0.02 GB at a time")
+    assert first.endswith("estimated 20 minutes, 0.01 GB") and f"1 finished runs in {tmp_path}" in note
+    assert totals.endswith("; estimated 20 minutes one after another, 0.01 GB at a time")
     assert sorted(tmp_path.rglob("*")) == before and run.status()[0] == "done"
 
 

@@ -63,7 +63,7 @@ class Fake:
 def fake(monkeypatch):
     def install(nats):
         program = Fake(nats)
-        monkeypatch.setattr(evaluate, "_compiled", lambda *_: program)
+        monkeypatch.setattr(evaluate, "scoring_program", lambda *_: program)
         return program
 
     return install
@@ -358,12 +358,12 @@ def test_an_exhausted_device_is_oom_and_other_errors_are_raised(tmp_path, monkey
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    def compiled(config, batch, length, chosen):
+    def compiled(config, batch, length, chosen, windowed):
         if length == 12 and when == "compile":
             fail()
         return Fake(fail if length == 12 else lambda inputs, wanted: 1.0)
 
-    monkeypatch.setattr(evaluate, "_compiled", compiled)
+    monkeypatch.setattr(evaluate, "scoring_program", compiled)
     evaluate_run(run.path)
     assert {key[1]: cell["status"] for key, cell in cells(run).items()} == {8: "ok", 12: "OOM"}
     message = "INTERNAL: something else"

@@ -65,12 +65,21 @@ def test_nothing_imports_configs_or_experiments_or_reads_shared(path):
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "encodings").glob("*.py")), ids=lambda path: path.name)
-def test_encodings_import_only_themselves(path):
-    assert not under(own(path), "pe_ablation.encodings")
+def test_encodings_import_themselves_and_gradients_alone(path):
+    assert not under(own(path), "pe_ablation.encodings", "pe_ablation.gradients")
 
 
-def test_attention_imports_the_base_of_encodings_alone():
+def test_gradients_import_nothing_of_ours():
+    assert not own(PACKAGE / "gradients.py")
+
+
+def test_attention_imports_gradients_and_the_base_of_encodings_alone():
     found = own(PACKAGE / "attention.py")
+    assert found and not under(found, "pe_ablation.encodings.base", "pe_ablation.fused", "pe_ablation.gradients")
+
+
+def test_fused_kernels_import_the_base_of_encodings_alone():
+    found = own(PACKAGE / "fused.py")
     assert found and not under(found, "pe_ablation.encodings.base")
 
 
@@ -84,10 +93,10 @@ def test_positions_import_attention_alone():
     assert found and not under(found, "pe_ablation.attention")
 
 
-def test_model_imports_encodings_attention_cache_and_positions_alone():
+def test_model_imports_encodings_attention_and_what_is_below_them_alone():
     found = own(PACKAGE / "model.py")
-    below = ("pe_ablation.encodings", "pe_ablation.attention", "pe_ablation.cache", "pe_ablation.positions")
-    assert not under(found, *below)
+    below = ("encodings", "attention", "cache", "fused", "gradients", "positions")
+    assert not under(found, *(f"pe_ablation.{name}" for name in below))
     assert under(found, "pe_ablation.encodings") and under(found, "pe_ablation.attention")
 
 

@@ -147,6 +147,7 @@ def test_every_token_weighs_the_same_whatever_micro_batch_it_is_in():
         return nats, {"nats": nats, "tokens": jnp.sum(weights)}
 
     gradient, sums = train.accumulate(loss_sums, jnp.float32(1.0), (losses, weights))
+    gradient = train.token_mean(gradient, sums)
     assert float(sums["nats"] / sums["tokens"]) == 1.0 and float(sums["tokens"]) == 4.0
     assert float(gradient) == 1.0  # the loss is linear in the scale
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pe_ablation import encodings, train
@@ -99,9 +98,9 @@ def _ours(
 def _program(each: Experiment, count: int, batch: int) -> tuple[Callable[[], None], float]:
     """STEPS steps of `count` seeds, and the seconds that the program took to compile."""
     step, init = train.programs(each, TOKENIZER, count)
-    seeds, peaks = jnp.arange(count, dtype=jnp.uint32), jnp.full(count, each.train.learning_rate, jnp.float32)
+    seeds, peaks = np.arange(count, dtype=np.uint32), np.full(count, each.train.learning_rate, np.float32)
     windows = np.random.default_rng(0).integers(0, 256, (count, 1, batch, each.train.length + 1)).astype(np.int32)
-    state = init(seeds)
+    state = jax.device_put(init(seeds), step.split.sharding())
     program, seconds = compiled(lambda: step.jitted.lower(state, windows, seeds, peaks).compile())
 
     def call() -> None:

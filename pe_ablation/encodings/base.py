@@ -130,6 +130,13 @@ class Encoding(nnx.Module):
         del q, k
         return a
 
+    def decline(self) -> np.ndarray | None:
+        """float64 [H] m, without parameters, where `logits` is a - m_h (i - j) for all j <= i; None: something else.
+
+        What declares it is served by fused kernels that take no bias.
+        """
+        return None
+
     def values(self, w: jax.Array, q: Tokens, k: Tokens) -> jax.Array | None:
         """Unnormalised weights w [B,H,T,S] -> [B,T,H,D] to add to the weighted values, linear in w; None: nothing."""
         del w, q, k
@@ -160,50 +167,3 @@ def angles(pos: jax.Array, frequencies: np.ndarray) -> jax.Array:
 def geometric(count: int, base: float) -> np.ndarray:
     """float64 [count]: base^(-k/count), k = 0..count-1 (Vaswani et al. 2017; Su et al. 2021)."""
     return base ** (-np.arange(count) / count)
-
-
-@jax.custom_vjp
-def lookup(table: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of a small table per head: table [K,H], index int32 [B,T,S] in 0..K-1 -> [B,H,T,S].
-
-    A gather forwards; backwards a product with one-hot rows, since a scatter-add of T*S rows is serial.
-    """
-    return jnp.moveaxis(table.T[:, index], 0, 1)
-
-
-def _lookup_forward(table, index):
-    return lookup(table, index), (index, table.shape[0])
-
-
-def _lookup_backward(residuals, gradient):
-    index, rows = residuals
-    one_hot = jax.nn.one_hot(index, rows, dtype=gradient.dtype)
-    return jnp.einsum("bhts,btsk->kh", gradient, one_hot), None
-
-
-lookup.defvjp(_lookup_forward, _lookup_backward)
-
-
-@jax.custom_vjp
-def pick(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """One of K numbers per query for each key: rows [B,H,T,K], index int32 [B or 1,T,S] -> [B,H,T,S].
-
-    Its transpose is `binned`, for the reason that `lookup` has.
-    """
-    return jnp.take_along_axis(rows, index[:, None], axis=-1)
-
-
-def binned(w: jax.Array, index: jax.Array, count: int) -> jax.Array:
-    """Sums of w [B,H,T,S] over the keys of each index, int32 [B or 1,T,S] in 0..count-1 -> [B,H,T,count]."""
-    return jnp.einsum("bhts,btsk->bhtk", w, jax.nn.one_hot(index, count, dtype=w.dtype))
-
-
-def _pick_forward(rows, index):
-    return pick(rows, index), (index, rows.shape[-1])
-
-
-def _pick_backward(residuals, gradient):
-    return binned(gradient, *residuals), None
-
-
-pick.defvjp(_pick_forward, _pick_backward)

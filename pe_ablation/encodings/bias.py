@@ -1,5 +1,6 @@
 """Encodings that add a function of the two positions to the logits."""
 
+import functools
 import math
 from typing import ClassVar
 
@@ -15,10 +16,10 @@ from pe_ablation.encodings.base import (
     Sizes,
     Tokens,
     distance,
-    lookup,
     normal,
     softplus_inverse,
 )
+from pe_ablation.gradients import lookup, over_distances, plus
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -64,7 +65,10 @@ class ALiBi(Encoding):
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
         slopes = jnp.asarray(self.slopes, jnp.float32) if self.raw is None else jax.nn.softplus(self.raw[...])
         slopes = jnp.pad(slopes, (0, self.plain_heads))[:, None, None]
-        return a - slopes * distance(q, k)[:, None].astype(jnp.float32)
+        return plus(a, -slopes * distance(q, k)[:, None].astype(jnp.float32))
+
+    def decline(self) -> np.ndarray | None:
+        return np.pad(self.slopes, (0, self.plain_heads)) if self.raw is None else None
 
 
 def t5_bucket_starts(num_buckets: int, max_distance: int) -> np.ndarray:
@@ -115,8 +119,16 @@ class T5(Encoding):
 
     def bucket(self, distances: jax.Array) -> jax.Array:
         """int32 bucket of each int32 distance >= 0."""
-        nearest = np.searchsorted(self.starts, np.arange(self.starts[-1] + 1), side="right") - 1
-        return jnp.asarray(nearest, jnp.int32)[jnp.minimum(distances, self.starts[-1])]
+        return _bucket(self.starts, distances)
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
-        return a + lookup(self.table[...], self.bucket(distance(q, k)))
+        return plus(a, over_distances(functools.partial(_bucketed, self.starts), self.table[...], q.pos, k.pos))
+
+
+def _bucket(starts, distances):
+    nearest = np.searchsorted(starts, np.arange(starts[-1] + 1), side="right") - 1
+    return jnp.asarray(nearest, jnp.int32)[jnp.minimum(distances, starts[-1])]
+
+
+def _bucketed(starts, table, distances):
+    return lookup(table, _bucket(starts, distances))

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens
@@ -103,6 +104,11 @@ class Sum(Encoding):
         for part, query, key in zip(self._parts, self._own(q), self._own(k), strict=True):
             a = part.logits(a, query, key)
         return a
+
+    def decline(self) -> np.ndarray | None:
+        found = [part.decline() for part in self._parts if part.scores is not Scores.NONE]
+        known = [each for each in found if each is not None]
+        return np.sum(known, axis=0) if known and len(known) == len(found) else None
 
     def values(self, w: jax.Array, q: Tokens, k: Tokens) -> jax.Array | None:
         each = zip(self._parts, self._own(q), self._own(k), strict=True)

@@ -13,12 +13,11 @@ from pe_ablation.encodings.base import (
     Sizes,
     Tokens,
     angles,
-    binned,
     distance,
     geometric,
     normal,
-    pick,
 )
+from pe_ablation.gradients import binned, pick
 
 
 class TransformerXL(Encoding):

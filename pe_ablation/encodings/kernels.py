@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, distance, softplus_inverse
+from pe_ablation.gradients import over_distances, plus, product
 
 EXACT = jax.lax.Precision.HIGHEST  # of products that make a bias: float32 on every device
 LEAST = 0.01  # below which KERPLE's code lets no parameter fall
@@ -48,8 +49,13 @@ class KerpleLog(Encoding):
         self.rate = nnx.Param(softplus_inverse(_uniform(rngs, 1.0, sizes.num_heads)))
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
-        scale, rate = (jax.nn.softplus(raw[...])[:, None, None] for raw in (self.scale, self.rate))
-        return a - scale * jnp.log1p(rate * distance(q, k)[:, None].astype(jnp.float32))
+        scale, rate = (jax.nn.softplus(raw[...]) for raw in (self.scale, self.rate))
+        return plus(a, over_distances(_log, (scale, rate), q.pos, k.pos))
+
+
+def _log(parameters, distances):
+    scale, rate = (jnp.expand_dims(each, range(1, 1 + distances.ndim)) for each in parameters)
+    return -scale * jnp.log1p(rate * distances.astype(jnp.float32))
 
 
 class KerplePower(Encoding):
@@ -77,11 +83,14 @@ class KerplePower(Encoding):
         self.power = nnx.Param(jax.scipy.special.logit(_uniform(rngs, 2.0, sizes.num_heads) / 2))
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
-        scale = jax.nn.softplus(self.scale[...])[:, None, None]
-        power = 2 * jax.nn.sigmoid(self.power[...])[:, None, None]
-        far = distance(q, k)[:, None]
-        log = jnp.log(jnp.maximum(far, 1).astype(jnp.float32))  # of no 0, whose gradient would be NaN
-        return a - jnp.where(far > 0, scale * jnp.exp(power * log), 0.0)
+        scale, power = jax.nn.softplus(self.scale[...]), 2 * jax.nn.sigmoid(self.power[...])
+        return plus(a, over_distances(_power, (scale, power), q.pos, k.pos))
+
+
+def _power(parameters, distances):
+    scale, power = (jnp.expand_dims(each, range(1, 1 + distances.ndim)) for each in parameters)
+    log = jnp.log(jnp.maximum(distances, 1).astype(jnp.float32))  # of no 0, whose gradient would be NaN
+    return jnp.where(distances > 0, -scale * jnp.exp(power * log), 0.0)
 
 
 class Fire(Encoding):
@@ -132,12 +141,13 @@ class Fire(Encoding):
         return jnp.log1p(rate * distance(q, k).astype(jnp.float32)) / (most + SHIFT)
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
-        each = (slice(None), None, None)  # a number per hidden unit, against [T,S]
-        hidden = jax.nn.relu(self.inner[...][each] * self.share(q, k)[:, None] + self.inner_bias[...][each])
+        share = self.share(q, k)
+        pairs = jnp.stack([share, jnp.ones_like(share)], axis=-1).reshape(-1, 2)
+        hidden = jax.nn.relu(product(pairs, jnp.stack([self.inner[...], self.inner_bias[...]]), EXACT))
         if self.middle is not None and self.middle_bias is not None:
-            hidden = jnp.einsum("fg,bfts->bgts", self.middle[...], hidden, precision=EXACT)
-            hidden = jax.nn.relu(hidden + self.middle_bias[...][each])
-        return a + jnp.einsum("fh,bfts->bhts", self.outer[...], hidden, precision=EXACT)
+            hidden = jax.nn.relu(product(hidden, self.middle[...], EXACT) + self.middle_bias[...])
+        bias = product(hidden, self.outer[...], EXACT)
+        return plus(a, jnp.moveaxis(bias.reshape(*share.shape, -1), -1, 1))
 
 
 class Sandwich(Encoding):
@@ -177,7 +187,7 @@ class Sandwich(Encoding):
         frequencies = 10_000.0 ** (-2.0 * (self.first + np.arange(self.dbar // 2)) / self.dbar)
         query, key = (jnp.concatenate(phases(each.pos, frequencies), axis=-1) for each in (q, k))
         alike = jnp.matmul(query, key.swapaxes(1, 2), precision=EXACT) - self.dbar / 2
-        return a + jnp.asarray(self.scale, jnp.float32)[:, None, None] * alike[:, None]
+        return plus(a, jnp.asarray(self.scale, jnp.float32)[:, None, None] * alike[:, None])
 
 
 def phases(pos: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:

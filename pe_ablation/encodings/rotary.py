@@ -52,7 +52,9 @@ class Rotary(Encoding):
     def turned(self, x: jax.Array, pos: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
         """x [B,T,H,D] at pos [B or 1,T], pair k times scale [B or 1,T,1,k]."""
         angle = angles(pos, self.frequencies)[:, :, None, :]
-        cos, sin = (self.magnitude * scale * each for each in (jnp.cos(angle), jnp.sin(angle)))
+        # Behind a barrier, lest XLA takes them anew for every head of every row.
+        turns = jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+        cos, sin = (self.magnitude * scale * each for each in turns)
         dims = 2 * len(self.per_token)
         pairs = x[..., :dims].astype(jnp.float32)
         if self.interleaved:
