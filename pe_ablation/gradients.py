@@ -205,18 +205,22 @@ OfDistance = Callable[[Any, jax.Array], jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def over_distances(function: OfDistance, parameters: Any, query: jax.Array, key: jax.Array) -> jax.Array:
-    """A function of distances for all pairs of positions int32 [B or 1,T] and [B or 1,S] -> float32 [B or 1,H,T,S].
+def plus_of_distances(
+    function: OfDistance, a: jax.Array, parameters: Any, query: jax.Array, key: jax.Array
+) -> jax.Array:
+    """Scores a [B or 1,H,T,S] plus a function of the distances of positions int32 [B or 1,T] and [B or 1,S].
 
     `function(parameters, distances int32 [...])` -> [H,...]; what comes after a query is at distance 0. Where positions
-    go up by one on both sides, there are but T + S - 1 distances, and each query's are a slice of them.
+    go up by one on both sides, there are but T + S - 1 distances, and each query's are a slice of them. The sum is made
+    in here, so that the bias itself is never in memory.
     """
-    pairs = functools.partial(_of_pairs, function, query, key)
+    pairs = lambda a, parameters: a + _of_pairs(function, query, key, parameters)  # noqa: E731
     if not _alike(query, key):
-        return pairs(parameters)
+        return pairs(a, parameters)
     found = function(parameters, _all_distances(query, key))  # out here, or it is computed again for every pair
-    slices = lambda parameters, found: _slices(found, query.shape[1], key.shape[1])  # noqa: E731
-    return jax.lax.cond(_stepped(query, key), slices, lambda parameters, found: pairs(parameters), parameters, found)
+    slices = lambda a, parameters, found: a + _slices(found, query.shape[1], key.shape[1])  # noqa: E731
+    either = (slices, lambda a, parameters, found: pairs(a, parameters))
+    return jax.lax.cond(_stepped(query, key), *either, a, parameters, found)
 
 
 def _alike(query, key):
@@ -242,17 +246,18 @@ def _slices(found, queries, keys):
     return jax.vmap(cut, out_axes=1)(jnp.arange(queries)[::-1])[None]
 
 
-def _over_distances_forward(function, parameters, query, key):
-    return over_distances(function, parameters, query, key), (parameters, query, key)
+def _plus_of_distances_forward(function, a, parameters, query, key):
+    return plus_of_distances(function, a, parameters, query, key), (a.shape[0], parameters, query, key)
 
 
-def _over_distances_backward(function, kept, gradient):
-    parameters, query, key = kept
-    pairs = functools.partial(_back_pairs, function, query, key)
-    if not _alike(query, key):
-        return *pairs(parameters, gradient), None, None
-    slices = functools.partial(_back_slices, function, query, key)
-    return *jax.lax.cond(_stepped(query, key), slices, pairs, parameters, gradient), None, None
+def _plus_of_distances_backward(function, kept, gradient):
+    rows, parameters, query, key = kept
+    of_a, of_bias = (_summed(gradient, count) for count in (rows, max(query.shape[0], key.shape[0])))
+    way = functools.partial(_back_pairs, function, query, key)
+    if _alike(query, key):
+        pairs, slices = way, functools.partial(_back_slices, function, query, key)
+        way = functools.partial(jax.lax.cond, _stepped(query, key), slices, pairs)
+    return of_a, *way(parameters, of_bias), None, None
 
 
 def _back_pairs(function, query, key, parameters, gradient):
@@ -272,7 +277,7 @@ def _back_slices(function, query, key, parameters, gradient):
     return jax.vjp(lambda parameters: function(parameters, _all_distances(query, key)), parameters)[1](summed)
 
 
-over_distances.defvjp(_over_distances_forward, _over_distances_backward)
+plus_of_distances.defvjp(_plus_of_distances_forward, _plus_of_distances_backward)
 
 
 @jax.custom_vjp

@@ -81,31 +81,36 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("query, key", POSITIONS.values(), ids=POSITIONS)
-def test_a_function_of_distances_is_that_of_all_pairs(query, key):
+@pytest.mark.parametrize("batch", [1, 2, gradients.FEW + 1])
+def test_a_function_of_distances_is_that_of_all_pairs(query, key, batch):
     """Values and gradients, whichever way the positions allow."""
     query, key = (jnp.atleast_2d(jnp.asarray(each, jnp.int32)) for each in (query, key))
     generator = np.random.default_rng(0)
     parameters = tuple(jnp.asarray(generator.standard_normal(shape), jnp.float32) for shape in ((3,), (4, 3)))
-    weights = generator.standard_normal((query.shape[0], 3, query.shape[1], key.shape[1])).astype(np.float32)
+    rows = query.shape[0]
+    batch = batch if rows == 1 else batch if batch in (1, rows) else rows
+    scores = jnp.asarray(generator.standard_normal((batch, 3, query.shape[1], key.shape[1])), jnp.float32)
+    weights = generator.standard_normal((max(rows, batch), *scores.shape[1:])).astype(np.float32)
+    distance = np.maximum(np.asarray(query)[:, :, None] - np.asarray(key)[:, None], 0)
 
-    def plain(parameters):
+    def plain(scores, parameters):
         slope, table = parameters
-        distance = np.maximum(np.asarray(query)[:, :, None] - np.asarray(key)[:, None], 0)
-        return jnp.stack(
-            [each * jnp.log1p(distance) + table[:, head][np.minimum(distance, 3)] for head, each in enumerate(slope)], 1
-        )
+        heads = [
+            each * jnp.log1p(distance) + table[:, head][np.minimum(distance, 3)] for head, each in enumerate(slope)
+        ]
+        return scores + jnp.stack(heads, 1)
 
-    def ours(parameters):
-        return gradients.over_distances(weigh, parameters, query, key)
+    def ours(scores, parameters):
+        return gradients.plus_of_distances(weigh, scores, parameters, query, key)
 
-    found, expected = (
-        jax.jit(lambda way=way: (way(parameters), jax.grad(lambda each: jnp.sum(weights * way(each)))(parameters)))()
-        for way in (ours, plain)
-    )
+    def both(way):
+        value = lambda *given: jnp.sum(weights * way(*given))  # noqa: E731
+        return way(scores, parameters), jax.grad(value, argnums=(0, 1))(scores, parameters)
+
+    found, expected = jax.jit(lambda: both(ours))(), both(plain)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=1e-6)
-    jax.tree.map(
-        lambda mine, theirs: np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5), *(found[1], expected[1])
-    )
+    for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_gelu_stays_near_the_normal_distribution_it_stands_for():

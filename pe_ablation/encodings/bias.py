@@ -19,7 +19,7 @@ from pe_ablation.encodings.base import (
     normal,
     softplus_inverse,
 )
-from pe_ablation.gradients import lookup, over_distances, plus
+from pe_ablation.gradients import lookup, plus, plus_of_distances
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class T5(Encoding):
         return _bucket(self.starts, distances)
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
-        return plus(a, over_distances(functools.partial(_bucketed, self.starts), self.table[...], q.pos, k.pos))
+        return plus_of_distances(functools.partial(_bucketed, self.starts), a, self.table[...], q.pos, k.pos)
 
 
 def _bucket(starts, distances):

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from pe_ablation.encodings.base import About, Encoding, Scores, Sizes, Tokens, distance, softplus_inverse
-from pe_ablation.gradients import over_distances, plus, product
+from pe_ablation.gradients import plus, plus_of_distances, product
 
 EXACT = jax.lax.Precision.HIGHEST  # of products that make a bias: float32 on every device
 LEAST = 0.01  # below which KERPLE's code lets no parameter fall
@@ -50,7 +50,7 @@ class KerpleLog(Encoding):
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
         scale, rate = (jax.nn.softplus(raw[...]) for raw in (self.scale, self.rate))
-        return plus(a, over_distances(_log, (scale, rate), q.pos, k.pos))
+        return plus_of_distances(_log, a, (scale, rate), q.pos, k.pos)
 
 
 def _log(parameters, distances):
@@ -84,7 +84,7 @@ class KerplePower(Encoding):
 
     def logits(self, a: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
         scale, power = jax.nn.softplus(self.scale[...]), 2 * jax.nn.sigmoid(self.power[...])
-        return plus(a, over_distances(_power, (scale, power), q.pos, k.pos))
+        return plus_of_distances(_power, a, (scale, power), q.pos, k.pos)
 
 
 def _power(parameters, distances):
