@@ -32,10 +32,15 @@ def as_devices() -> None:
 
 
 class Split(NamedTuple):
-    """Windows that are computed at a time, and how many devices compute them, each its own."""
+    """Windows that are computed at a time, how many devices compute them, each its own, and whether the gradients of
+    several runs are batched.
+
+    On a CPU they are computed one after another: there a product of R small matrices takes longer than R products.
+    """
 
     windows: int
     devices: int = 1
+    batched: bool = False
 
     def mesh(self) -> Mesh:
         return Mesh(np.asarray(jax.local_devices()[: self.devices]), (AXIS,), axis_types=(AxisType.Auto,))
@@ -54,7 +59,7 @@ def split(windows: int, length: int, platform: str, devices: int) -> Split:
     devices as share the parts evenly.
     """
     if platform != "cpu":
-        return Split(windows)
+        return Split(windows, batched=True)
     fits = lambda part: windows % part == 0 and part * length <= TOKENS_AT_ONCE  # noqa: E731
     part = max(filter(fits, range(1, windows + 1)), default=1)
     parts = windows // part

@@ -63,7 +63,7 @@ def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, runs: int) -
     width = 2 if gpt.dtype == "bfloat16" else 4
     platform, count = _platform()
     batch = train.batch_tokens // train.length // train.accumulation
-    windows, devices = cores.split(batch, train.length, platform, count)
+    windows, devices, batched = cores.split(batch, train.length, platform, count)
     tokens = windows * train.length
     layers = min(gpt.num_layers, UNROLL) if gpt.remat else gpt.num_layers
     scores = _scores(gpt.together(runs), windows, train.length, layers, **experiment.positions.asked)
@@ -72,7 +72,7 @@ def memory(experiment: Experiment, gpt: GPTConfig, parameters: int, runs: int) -
     activations += inputs + scores + 8 * gpt.vocab_size * tokens
     if windows * devices < batch or train.accumulation > 1:
         activations += 4 * parameters
-    at_once = 1 if platform == "cpu" else runs
+    at_once = runs if batched else 1
     training = devices * (runs * 16 * parameters + at_once * activations)
     batch = experiment.eval.batch(longest)
     scored = batch * longest

@@ -153,7 +153,10 @@ def train_step(
         nats = jnp.sum(weight * window_nats(logits, targets))
         return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
 
-    grads, metrics = _in_parts(functools.partial(accumulate, loss_sums), state.params, windows, keys, split)
+    split = split or Split(windows.shape[1], batched=True)
+    summed = functools.partial(_in_parts, functools.partial(accumulate, loss_sums), split)
+    summed = summed if split.batched else jax.custom_batching.sequential_vmap(summed)
+    grads, metrics = summed(state.params, windows, keys)
     grads = token_mean(grads, metrics)
     norm = optax.tree.norm(grads)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
@@ -166,14 +169,13 @@ def train_step(
     return TrainState(params, optimizer_state, state.step + 1, alive), metrics
 
 
-def _in_parts(summed, params, windows, keys, split):
+def _in_parts(summed, split, params, windows, keys):
     """`summed(params, parts)` of all windows [A,B,L+1], of which some are computed at a time and by each device.
 
     `keys` are those of dropout and of drawn positions. A part is (dropout key, drawing key, windows): each part drops
     its own, and parts of a micro-batch share what is drawn.
     """
     dropping, drawing = keys
-    split = split or Split(windows.shape[1])
     batches, parts = windows.shape[0], windows.shape[1] // split.windows
     windows = windows.reshape(batches, parts, split.windows, -1)
     keyed_by = jax.vmap(jax.random.fold_in, (None, 0))
@@ -248,17 +250,12 @@ def fit_pack(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> lis
 
 
 def _over_runs(step: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`step` over a leading axis of `count` runs: at once on an accelerator, one after another on a CPU.
-
-    There a product of R small matrices takes longer than R products, and one run alone needs no loop.
-    """
+    """`step` over a leading axis of `count` runs; one run alone is not batched."""
 
     def train_step(*args):
-        if count == 1:
-            return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
-        if jax.default_backend() == "cpu":
-            return jax.lax.map(lambda each: step(*each), args)
-        return jax.vmap(step)(*args)
+        if count > 1:
+            return jax.vmap(step)(*args)
+        return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
 
     return train_step
 

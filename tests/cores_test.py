@@ -51,7 +51,7 @@ DROPPED = ("model.dropout_embed", "model.dropout_attention", "model.dropout_resi
         (12, 128, "cpu", 4, Split(2, 3)),
         (4, 1024, "cpu", 2, Split(1, 2)),
         (8, 8, "cpu", 2, Split(8, 1)),
-        (32, 128, "gpu", 8, Split(32, 1)),
+        (32, 128, "gpu", 8, Split(32, 1, batched=True)),
         (1, 8192, "cpu", 2, Split(1, 1)),
     ],
 )
