@@ -55,12 +55,13 @@ class Split(NamedTuple):
 def split(windows: int, length: int, platform: str, devices: int) -> Split:
     """How so many devices of a platform compute a batch of `windows` windows of `length` tokens.
 
-    On a CPU, at a time the largest part, a divisor, of TOKENS_AT_ONCE tokens at most (or one window), and on as many
-    devices as share the parts evenly.
+    On a CPU, at a time the largest part, a divisor, of TOKENS_AT_ONCE tokens at most (or one window), of which there
+    are an even number if they can be; on as many devices as share the parts evenly.
     """
     if platform != "cpu":
         return Split(windows, batched=True)
     fits = lambda part: windows % part == 0 and part * length <= TOKENS_AT_ONCE  # noqa: E731
-    part = max(filter(fits, range(1, windows + 1)), default=1)
+    fitting = list(filter(fits, range(1, windows + 1))) or [1]
+    part = max(fitting, key=lambda part: (part == windows or windows // part % 2 == 0, part))
     parts = windows // part
     return Split(part, max(each for each in range(1, min(devices, parts) + 1) if parts % each == 0))

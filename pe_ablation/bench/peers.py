@@ -1,11 +1,9 @@
 """Other implementations of the same, each in a process of its own that waits for its turn (see `peer_process`).
 
-Why a process: a torch that is loaded into this one and takes turns with jax was not seen to slow jax down (9.0 to 9.2
-thousand tokens/s of training with rope at `micro`, T = 128, B = 32, on 2 cores, alone as beside it), but is slow itself
-wherever a core is taken by something else. Its OpenMP threads spin while they wait for each other, and each operation
-then lasts a time slice: GPT-2's training step did 1.6 to 1.8 thousand tokens/s, and 10.9 with OMP_WAIT_POLICY=PASSIVE,
-by turns beside a process that took 1.5 cores. That has to be said before torch is loaded; it is said here, unless the
-variable is set already (ACTIVE was not tried where nothing else runs). And what compiles for too long can be ended.
+Why a process: what compiles for too long can be ended, and the threads of two libraries stay apart. OpenMP's threads
+spin while they wait for each other: on an idle machine that is the fastest (GPT-2 compiled, training at `micro` on 2
+cores: 26.9 thousand tokens/s, 22.4 with OMP_WAIT_POLICY=PASSIVE), but where something else takes a core each operation
+lasts a time slice (1.6, and 10.9 with it). So nothing is set here: measure on an idle machine, or set that.
 """
 
 import contextlib
@@ -35,7 +33,6 @@ SECONDS_TO_START = 120.0  # imports and a first call
 SECONDS_TO_COMPILE = 60.0  # more than that a user would not wait
 SECONDS_FOR_A_TURN = 600.0
 ENVIRONMENT = {  # what is set already stays
-    "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # what is compiled is compiled now
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
