@@ -136,8 +136,8 @@ def started(
 
 
 def waiting() -> str:
-    """How OpenMP's threads wait for each other: PASSIVE, ACTIVE."""
-    return os.environ.get("OMP_WAIT_POLICY", ENVIRONMENT["OMP_WAIT_POLICY"])
+    """How OpenMP's threads wait for each other: PASSIVE, ACTIVE, or unset."""
+    return os.environ.get("OMP_WAIT_POLICY", "unset")
 
 
 def _missing(kind: str) -> list[str]:
