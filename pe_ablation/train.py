@@ -140,6 +140,20 @@ def train_step(
     Metrics are sums over the batch, and the gradient's norm. BOS is no target; EOS is one, so that generation can stop.
     After a step that is not finite the state stays frozen.
     """
+    grads, sums = summed_gradient(graph, tokenizer, state, windows, seed, place, split)
+    return stepped(optimizer, state, grads, sums, learning_rate)
+
+
+def summed_gradient(
+    graph: Any,
+    tokenizer: data.Tokenizer,
+    state: TrainState,
+    windows: jax.Array,
+    seed: jax.Array,
+    place: Place,
+    split: Split | None,
+) -> tuple[Any, dict[str, jax.Array]]:
+    """The first half of `train_step`: gradient and {nats, tokens, bytes}, summed over the batch."""
     keys = tuple(jax.random.fold_in(keyed(jax.random.key(seed), name), state.step) for name in ("dropout", "positions"))
     bos = -1 if tokenizer.bos is None else tokenizer.bos  # -1 is no target either
     sizes = jnp.asarray(tokenizer.bytes_per_token, jnp.float32)
@@ -154,22 +168,26 @@ def train_step(
         return nats, {"nats": nats, "tokens": jnp.sum(weight), "bytes": jnp.sum(sizes[targets])}
 
     split = split or Split(windows.shape[1], batched=True)
-    summed = functools.partial(_in_parts, functools.partial(accumulate, loss_sums), split)
-    summed = summed if split.batched else jax.custom_batching.sequential_vmap(summed)
-    grads, metrics = summed(state.params, windows, keys)
-    grads = token_mean(grads, metrics)
+    return _in_parts(functools.partial(accumulate, loss_sums), state.params, windows, keys, split)
+
+
+def stepped(
+    optimizer: Any, state: TrainState, grads: Any, sums: dict[str, jax.Array], learning_rate: jax.Array
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The second half: the state after a step along summed gradients, and the metrics."""
+    grads = token_mean(grads, sums)
     norm = optax.tree.norm(grads)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    alive = state.alive & jnp.isfinite(metrics["nats"]) & jnp.isfinite(norm)
+    alive = state.alive & jnp.isfinite(sums["nats"]) & jnp.isfinite(norm)
     moved = (optax.apply_updates(state.params, optax.tree.scale(learning_rate, updates)), optimizer_state)
     params, optimizer_state = jax.tree.map(
         lambda new, old: jnp.where(alive, new, old), moved, (state.params, state.optimizer)
     )
-    metrics |= {"gradient_norm": norm, "alive": alive, "was_alive": state.alive}
+    metrics = {**sums, "gradient_norm": norm, "alive": alive, "was_alive": state.alive}
     return TrainState(params, optimizer_state, state.step + 1, alive), metrics
 
 
-def _in_parts(summed, split, params, windows, keys):
+def _in_parts(summed, params, windows, keys, split):
     """`summed(params, parts)` of all windows [A,B,L+1], of which some are computed at a time and by each device.
 
     `keys` are those of dropout and of drawn positions. A part is (dropout key, drawing key, windows): each part drops
@@ -249,13 +267,16 @@ def fit_pack(experiments: Sequence[Experiment], run_dirs: Sequence[Path]) -> lis
     return _Fit(experiments, [Run(Path(path)) for path in run_dirs]).run()
 
 
-def _over_runs(step: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`step` over a leading axis of `count` runs; one run alone is not batched."""
+def _over_runs(gradient: Callable[..., Any], update: Callable[..., Any], count: int, batched: bool) -> Any:
+    """A step over a leading axis of `count` runs; gradients that are not batched are computed one after another."""
 
-    def train_step(*args):
-        if count > 1:
-            return jax.vmap(step)(*args)
-        return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], args)))
+    def train_step(state, windows, seeds, rates):
+        if count == 1:
+            state, windows, seed, rate = jax.tree.map(lambda x: x[0], (state, windows, seeds, rates))
+            return jax.tree.map(lambda x: x[None], update(state, *gradient(state, windows, seed), rate))
+        each = (dataclasses.replace(state, optimizer=()), windows, seeds)
+        found = jax.vmap(gradient)(*each) if batched else jax.lax.map(lambda run: gradient(*run), each)
+        return jax.vmap(update)(state, *found, rates)
 
     return train_step
 
@@ -292,8 +313,9 @@ def programs(experiment: Experiment, tokenizer: data.Tokenizer, count: int) -> t
     train, backend = experiment.train, jax.default_backend()
     windows = train.batch_tokens // train.length // train.accumulation
     split = cores.split(windows, train.length, backend, jax.local_device_count())
-    step = functools.partial(train_step, graph, optimizer, tokenizer, place=place, split=split)
-    return Program(_over_runs(step, count), split), jax.jit(jax.vmap(functools.partial(init_state, config, optimizer)))
+    gradient = functools.partial(summed_gradient, graph, tokenizer, place=place, split=split)
+    step = _over_runs(gradient, functools.partial(stepped, optimizer), count, split.batched)
+    return Program(step, split), jax.jit(jax.vmap(functools.partial(init_state, config, optimizer)))
 
 
 class _Fit:
