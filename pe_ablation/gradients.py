@@ -9,7 +9,7 @@ What is cheaply made again is not kept; a barrier stops the compiler from keepin
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,45 +19,47 @@ FEW = 8  # rows of a batch
 GELU_SCALE, GELU_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
 
-@jax.custom_vjp
+class _Letters(NamedTuple):
+    """Of a product of a and b: its own, those of a's gradient from its gradient and b, and of b's, turned, from a."""
+
+    value: str
+    of_first: str
+    of_second: str
+
+
+SCORES = _Letters("bhtd,bhsd->bhts", "bhts,bhsd->bhtd", "bhtd,bhts->bhds")
+WEIGHTED = _Letters("bhts,bhsd->bhtd", "bhtd,bhsd->bhts", "bhts,bhtd->bhds")
+
+
 def scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """float32 products [B,H,T,S] of queries [B,H,T,D] and keys [B,H,S,D]."""
-    return _heads("bhtd,bhsd->bhts", q, k)
+    return _heads(SCORES, q, k)
 
 
-def _scores_forward(q, k):
-    return scores(q, k), (q, k)
-
-
-def _scores_backward(kept, gradient):
-    q, k = kept
-    of_k = _heads("bhtd,bhts->bhds", q, gradient).swapaxes(2, 3)
-    return _heads("bhts,bhsd->bhtd", gradient, k).astype(q.dtype), of_k.astype(k.dtype)
-
-
-scores.defvjp(_scores_forward, _scores_backward)
-
-
-@jax.custom_vjp
 def weighted(w: jax.Array, v: jax.Array) -> jax.Array:
     """float32 sums [B,H,T,D] of values [B,H,S,D] under weights [B,H,T,S]."""
-    return _heads("bhts,bhsd->bhtd", w, v)
+    return _heads(WEIGHTED, w, v)
 
 
-def _weighted_forward(w, v):
-    return weighted(w, v), (w, v)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _heads(letters, a, b):
+    return _einsum(letters.value, a, b)
 
 
-def _weighted_backward(kept, gradient):
-    w, v = kept
-    of_v = _heads("bhtd,bhts->bhds", gradient, w).swapaxes(2, 3)
-    return _heads("bhtd,bhsd->bhts", gradient, v).astype(w.dtype), of_v.astype(v.dtype)
+def _heads_forward(letters, a, b):
+    return _heads(letters, a, b), (a, b)
 
 
-weighted.defvjp(_weighted_forward, _weighted_backward)
+def _heads_backward(letters, kept, gradient):
+    a, b = kept
+    of_b = _einsum(letters.of_second, a, gradient).swapaxes(2, 3)
+    return _einsum(letters.of_first, gradient, b).astype(a.dtype), of_b.astype(b.dtype)
 
 
-def _heads(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
+_heads.defvjp(_heads_forward, _heads_backward)
+
+
+def _einsum(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(letters, a, b, preferred_element_type=jnp.float32)
 
 
