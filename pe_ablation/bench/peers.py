@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pe_ablation.bench.turns import Way, cores
+from pe_ablation import cores
+from pe_ablation.bench.turns import Way
 
 PROCESS = Path(__file__).with_name("peer_process.py")
 NEEDS = {  # modules, by the function of `peer_process`
@@ -64,11 +65,11 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(cores())},
+            env={**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(cores.count())},
             start_new_session=True,  # compilers that it starts end with it
         )
         try:
-            self._ask({"kind": asked.kind, "given": {"threads": cores(), **asked.given}}, SECONDS_TO_START)
+            self._ask({"kind": asked.kind, "given": {"threads": cores.count(), **asked.given}}, SECONDS_TO_START)
             compiles = asked.given.get("compiled", False)
             self.about = self._ask({"times": 1}, SECONDS_TO_COMPILE if compiles else SECONDS_TO_START)
         except BaseException:

@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from pe_ablation import cores
 
 ROUNDS = 5
 PACKAGES = ("jax", "jaxlib", "flax")
@@ -60,17 +61,12 @@ def machine(others: Sequence[str] = ()) -> dict[str, Any]:
     model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "processor": model[0] if model else platform.processor(),
-        "cores": cores(),
+        "cores": cores.count(),
         "devices": [each.device_kind for each in jax.devices()],
         "python": platform.python_version(),
         **_versions([*PACKAGES, *others]),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _versions(names: Sequence[str]) -> dict[str, str]:
